@@ -1,0 +1,1 @@
+"""Engine adapters, one folder an engine. Only an adapter imports its engine."""
