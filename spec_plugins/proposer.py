@@ -310,7 +310,8 @@ class Proposer(ABC):
     def finish(self, request_id: str) -> None:  # noqa: B027
         """Forget a request: it is over, was preempted, or its state may be wrong after a fault.
 
-        Called for every request that :meth:`propose` saw; it may come back as new.
+        Called for every request that :meth:`propose` saw, perhaps more than once; it may come back
+        as new.
         """
 
     def gauges(self) -> Mapping[str, float]:

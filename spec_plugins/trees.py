@@ -22,7 +22,7 @@ def chain_parents(n: int, width: int) -> IntArray:
     return np.broadcast_to(np.arange(-1, width - 1, dtype=np.int32), (n, width))
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def node_depths(parents: IntArray, counts: IntArray) -> IntArray:
     """Depth of every node, ``[n, width]``: 1 right after the last committed token, 0 where unused."""
     n, width = parents.shape
@@ -34,7 +34,7 @@ def node_depths(parents: IntArray, counts: IntArray) -> IntArray:
     return depths
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def ancestor_masks(parents: IntArray, counts: IntArray) -> npt.NDArray[np.bool_]:
     """``[n, width + 1, width + 1]`` over slots: True where a slot may attend to another, which is its
     ancestors and itself. Unused slots attend to slot 0 and themselves, so that no softmax is empty.
@@ -54,7 +54,7 @@ def ancestor_masks(parents: IntArray, counts: IntArray) -> npt.NDArray[np.bool_]
     return mask
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _principal_chains(
     tokens: IntArray, parents: IntArray, counts: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -107,7 +107,7 @@ def pack(drafts: list[Draft]) -> Drafts:
     return Drafts(tokens, counts, parents, probs, sources)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def merge(
     tokens: IntArray, parents: IntArray, labels: IntArray, budget: int
 ) -> tuple[IntArray, IntArray, IntArray]:

@@ -1,0 +1,291 @@
+"""One configuration schema for every engine.
+
+Given as JSON on an engine's flag, as a ``.json``, ``.yaml`` or ``.toml`` file, as a mapping, or as a bare
+proposer name. A configuration names registered proposers, never an import path.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from spec_plugins.errors import ConfigError
+from spec_plugins.proposer import Proposer
+from spec_plugins.registry import registry, suggest
+
+__all__ = [
+    "Config",
+    "Containment",
+    "ProposerConfig",
+    "check_options",
+    "json_schema",
+    "load_config",
+    "options_model",
+]
+
+ProposerT = TypeVar("ProposerT", bound=Proposer)
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProposerConfig(BaseModel):
+    """A proposer by name, with its options."""
+
+    model_config = _STRICT
+    name: Annotated[str, Field(description="Registered name; `spec-plugins list` shows them.")]
+    options: Annotated[dict[str, Any], Field(description="The proposer's own options.")] = {}
+
+    def create(self) -> Proposer:
+        """Make the proposer; raises as :meth:`Registry.create` does."""
+        return registry().create(self.name, self.options)
+
+
+class Containment(BaseModel):
+    """When a proposer is put to rest, and for how long."""
+
+    model_config = _STRICT
+    time_allowance_ms: Annotated[
+        float, Field(gt=0, le=600_000, description="A step's drafting that takes longer is late: a fault.")
+    ] = 250.0
+    max_faults: Annotated[
+        int, Field(ge=1, le=1000, description="Faulty steps in a row until the proposer rests.")
+    ] = 3
+    rest_seconds: Annotated[
+        float, Field(gt=0, le=86_400, description="The first rest; doubles while the retry after it fails.")
+    ] = 10.0
+    longest_rest_seconds: Annotated[
+        float, Field(gt=0, le=86_400, description="Where the doubling stops.")
+    ] = 600.0
+
+
+class Config(BaseModel):
+    """What to draft with, and how much."""
+
+    model_config = _STRICT
+    proposer: Annotated[str, Field(description="Registered name; `spec-plugins list` shows them.")] = "suffix"
+    options: Annotated[dict[str, Any], Field(description="The proposer's own options.")] = {}
+    num_speculative_tokens: Annotated[
+        int, Field(ge=1, le=256, description="The deepest draft position: the longest chain of draft tokens.")
+    ] = 8
+    max_draft_nodes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1024,
+            description="The most draft tokens of a request in one step over all branches of a tree, where "
+            "the engine verifies trees. Default: num_speculative_tokens.",
+        ),
+    ] = None
+    policy: Annotated[
+        Literal["fixed"], Field(description="How many tokens to draft: `fixed` asks for the most every time.")
+    ] = "fixed"
+    route: Annotated[
+        Literal["auto", "native", "plugin"],
+        Field(
+            description="The engine's own implementation of a method, or this project's inside the engine."
+        ),
+    ] = "auto"
+    containment: Containment = Containment()
+
+    @pydantic.model_validator(mode="after")
+    def _nodes_hold_a_chain(self) -> Config:
+        if self.max_draft_nodes is not None and self.max_draft_nodes < self.num_speculative_tokens:
+            raise ValueError(
+                f"max_draft_nodes {self.max_draft_nodes} is less than num_speculative_tokens "
+                f"{self.num_speculative_tokens}: a chain would not fit; raise the first or lower the second"
+            )
+        return self
+
+    @property
+    def draft_nodes(self) -> int:
+        """:attr:`max_draft_nodes`, or its default."""
+        return self.max_draft_nodes or self.num_speculative_tokens
+
+    def create_proposer(self) -> Proposer:
+        """Make the proposer; raises as :meth:`Registry.create` does."""
+        return registry().create(self.proposer, self.options)
+
+
+def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Config:
+    """Read a configuration and check it, options included.
+
+    Args:
+        source: a configuration, a mapping, JSON text, the path of a JSON, YAML or TOML file, a proposer's
+            name, or ``None`` for the defaults.
+        overrides: fields that replace the source's; ``None`` leaves a field alone.
+
+    Raises:
+        ConfigError: names the field, the value and the fix.
+        UnknownProposerError, UnavailableError: the proposer cannot be had.
+    """
+    if isinstance(source, Config):
+        data: dict[str, Any] = source.model_dump(exclude_unset=True)
+    elif isinstance(source, Mapping):
+        data = dict(source)
+    elif source is None:
+        data = {}
+    else:
+        data = _read(source)
+    data.update({k: v for k, v in overrides.items() if v is not None})
+    config = _validate(Config, data, "")
+    check_options(registry().find(config.proposer).load(), config.options, config.proposer)
+    return config
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    text = str(source)
+    if text.lstrip().startswith("{"):
+        return _parse(text, "json", "the configuration")
+    if text in registry().proposers:
+        return {"proposer": text}
+    path = Path(text)
+    kind = path.suffix.lower().lstrip(".")
+    if kind not in ("json", "yaml", "yml", "toml"):
+        raise ConfigError(
+            f"{text!r} is no configuration: give JSON text, the path of a .json, .yaml or .toml file, or a "
+            f"proposer's name{suggest(text, registry().proposers)} `spec-plugins list` shows the names."
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {text!r}: {error}") from error
+    return _parse(content, kind, repr(text))
+
+
+def _parse(content: str, kind: str, where: str) -> dict[str, Any]:
+    data: object
+    try:
+        if kind == "json":
+            data = json.loads(content)
+        elif kind == "toml":
+            if sys.version_info >= (3, 11):
+                import tomllib
+            else:
+                import tomli as tomllib
+            data = tomllib.loads(content)
+        else:
+            import yaml
+
+            data = yaml.safe_load(content)
+    except ModuleNotFoundError as error:
+        fix = "pip install 'spec-plugins[yaml]'" if error.name == "yaml" else f"pip install {error.name}"
+        raise ConfigError(f"reading {where} needs {error.name}: {fix}, or write it as JSON") from error
+    except Exception as error:  # each parser has its own error
+        raise ConfigError(f"{where} is not valid {kind.upper()}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must hold a mapping of fields, not {type(data).__name__}")
+    return data
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def _validate(model: type[ModelT], data: Mapping[str, Any], prefix: str) -> ModelT:
+    try:
+        return model.model_validate(dict(data))
+    except pydantic.ValidationError as error:
+        lines = [_explain(dict(item), model, prefix) for item in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(item: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
+    """One sentence: field, value, fix."""
+    path = ".".join([prefix, *(str(part) for part in item["loc"])]).strip(".")
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = _fields_at(model, item["loc"][:-1])
+        return (
+            f"{path}: unknown field{suggest(str(item['loc'][-1]), known)} Known: {', '.join(known) or 'none'}"
+        )
+    if kind == "value_error":
+        return f"{path}: {context['error']}".lstrip(": ")
+    if kind == "missing":
+        return f"{path}: missing; set it"
+    bound = {
+        "greater_than_equal": "ge",
+        "less_than_equal": "le",
+        "greater_than": "gt",
+        "less_than": "lt",
+    }.get(kind)
+    if bound:
+        word = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}[bound]
+        return f"{path}: {item['input']!r} is out of range; set it to {word} {context[bound]}"
+    if kind == "literal_error":
+        return f"{path}: {item['input']!r} is not known; set it to {context['expected']}"
+    return f"{path}: {item['input']!r} cannot be used; {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    for part in loc:
+        known = model.model_fields.get(str(part))
+        annotation = known.annotation if known else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+@functools.cache
+def options_model(cls: type[Proposer]) -> type[BaseModel]:
+    """A schema made from the keyword arguments of a proposer's constructor and their annotations."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    hints = typing.get_type_hints(cls.__init__, include_extras=True)
+    fields: dict[str, Any] = {
+        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+        for p in parameters
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+    # A bare object.__init__ shows *args and **kwargs, yet takes nothing.
+    free = cls.__init__ is not object.__init__ and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    config = ConfigDict(
+        extra="allow" if free else "forbid", arbitrary_types_allowed=True, protected_namespaces=()
+    )
+    return pydantic.create_model(f"{cls.__name__}Options", __config__=config, **fields)
+
+
+def check_options(cls: type[ProposerT], options: Mapping[str, Any], name: str) -> ProposerT:
+    """Make a proposer from checked options.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or does not go with another.
+    """
+    checked = _validate(options_model(cls), options, "options")
+    arguments = {field: getattr(checked, field) for field in checked.model_fields_set}
+    try:
+        return cls(**arguments)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"options of proposer {name!r}: {error}") from error
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of :class:`Config`, with the options of every proposer that can be imported."""
+    schema = Config.model_json_schema()
+    definitions = schema.setdefault("$defs", {})
+    rules = []
+    for name, registration in sorted(registry().proposers.items()):
+        try:
+            model = options_model(registration.load())
+        except ImportError:
+            continue
+        options = model.model_json_schema(ref_template="#/$defs/{model}")
+        definitions.update(options.pop("$defs", {}))
+        definitions[model.__name__] = options
+        rules.append(
+            {
+                "if": {"properties": {"proposer": {"const": name}}, "required": ["proposer"]},
+                "then": {"properties": {"options": {"$ref": f"#/$defs/{model.__name__}"}}},
+            }
+        )
+    schema["allOf"] = rules
+    schema["properties"]["proposer"]["examples"] = sorted(registry().proposers)
+    return schema

@@ -1,0 +1,129 @@
+"""Keeps a proposer's faults away from the engine: a guard for each call, a breaker over many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+__all__ = ["CircuitBreaker", "Guard", "InlineGuard", "LateError", "ThreadGuard"]
+
+T = TypeVar("T")
+
+
+class LateError(Exception):
+    """A call took longer than its allowance, or an earlier one has still not returned."""
+
+
+class Guard(Protocol):
+    """Runs a call and lets through its result or what it raised."""
+
+    @property
+    def free(self) -> bool:
+        """False while a late call has not returned."""
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function``; raises :class:`LateError` where it is late."""
+
+
+class InlineGuard:
+    """Calls on the engine's own thread: no cost, and no help against a hang."""
+
+    free = True
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function``."""
+        return function()
+
+
+class _Job(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+
+class ThreadGuard:
+    """Calls on a thread of its own, which is left behind while a call is late. Some 30 µs a call.
+
+    Python cannot stop a thread: a late call goes on, its result is thrown away, and no other call
+    starts until it has returned. The thread is a daemon, so it never holds up the engine's exit.
+    """
+
+    def __init__(self, allowance_seconds: float, name: str = "proposer") -> None:
+        self.allowance_seconds = allowance_seconds
+        self._jobs: SimpleQueue[_Job[object]] = SimpleQueue()
+        self._late: _Job[object] | None = None
+        threading.Thread(target=self._work, name=f"spec-plugins-{name}", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job.result = job.function()
+            except BaseException as error:  # SystemExit from a proposer must not end the thread either
+                job.error = error
+            job.done.release()
+
+    @property
+    def free(self) -> bool:
+        """False while a late call has not returned."""
+        if self._late is not None and not self._late.done.locked():
+            self._late = None
+        return self._late is None
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function``.
+
+        Raises:
+            LateError: it is not back within the allowance, or an earlier one is still out.
+        """
+        if not self.free:
+            raise LateError("an earlier call has not returned")
+        job = _Job(function)
+        self._jobs.put(job)  # type: ignore[arg-type]
+        if not job.done.acquire(timeout=self.allowance_seconds):
+            self._late = job  # type: ignore[assignment]
+            raise LateError(f"no answer within {self.allowance_seconds * 1e3:g} ms")
+        if job.error is not None:
+            raise job.error
+        return job.result  # type: ignore[return-value]
+
+
+class CircuitBreaker:
+    """Closed while things go well; open for a rest after faults in a row; then one try decides.
+
+    Each failed try doubles the rest, up to a longest one; a success closes it and resets the rest.
+    """
+
+    def __init__(
+        self, max_faults: int, rest_seconds: float, longest_rest_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self.max_faults, self.rest_seconds = max_faults, rest_seconds
+        self.longest_rest_seconds, self.clock = max(rest_seconds, longest_rest_seconds), clock
+        self._faults = 0
+        self._rest = rest_seconds
+        self._until: float | None = None
+
+    @property
+    def resting(self) -> bool:
+        """True while no call should be made."""
+        return self._until is not None and self.clock() < self._until
+
+    def succeed(self) -> None:
+        """A call went well."""
+        self._faults, self._rest, self._until = 0, self.rest_seconds, None
+
+    def fail(self) -> float | None:
+        """A call went wrong. Returns the seconds of rest that this begins, if it does."""
+        self._faults += 1
+        if self._faults < self.max_faults:
+            return None
+        rest = self._rest
+        self._until = self.clock() + rest
+        self._rest = min(self.longest_rest_seconds, 2 * rest)
+        self._faults = self.max_faults - 1  # one failed try is enough to rest again
+        return rest

@@ -1,0 +1,169 @@
+"""Names to proposers: gathered from the built-ins and from installed packages, imported when used.
+
+A package that fails to load, or claims a name that is taken, is set aside with its reason (see
+:attr:`Registry.faults`) and disturbs nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+
+from spec_plugins import hookspecs
+from spec_plugins.errors import SpecPluginsError, UnavailableError, UnknownProposerError
+from spec_plugins.proposer import Proposer
+
+__all__ = ["Registration", "Registry", "registry", "suggest"]
+
+ENTRY_POINT_GROUP = "spec_plugins"
+BUILTIN = "spec-plugins"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+# Which extra brings a module that a built-in proposer imports.
+_EXTRAS = {"torch": "transformers", "transformers": "transformers", "safetensors": "transformers"}
+
+
+def suggest(word: str, known: Mapping[str, object] | list[str]) -> str:
+    """``"; did you mean 'x'?"`` for a near miss, else ``"."``."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A registered proposer, not imported yet."""
+
+    name: str
+    path: str
+    """``package.module:Class``."""
+    provider: str
+    """The distribution that registered it."""
+
+    def load(self) -> type[Proposer]:
+        """Import the class.
+
+        Raises:
+            UnavailableError: with what is missing and how to install it.
+        """
+        module_name, _, class_name = self.path.partition(":")
+        try:
+            cls = getattr(importlib.import_module(module_name), class_name)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            extra = _EXTRAS.get(missing) if self.provider == BUILTIN else None
+            fix = f"pip install 'spec-plugins[{extra}]'" if extra else f"pip install {missing}"
+            raise UnavailableError(
+                f"proposer {self.name!r} (from {self.provider}) needs the module {error.name!r}, which is "
+                f"not installed: {fix}"
+            ) from error
+        except Exception as error:  # a third party's import may raise anything
+            raise UnavailableError(
+                f"proposer {self.name!r} (from {self.provider}) cannot be imported from {self.path!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not (isinstance(cls, type) and issubclass(cls, Proposer)):
+            raise UnavailableError(
+                f"proposer {self.name!r} (from {self.provider}): {self.path!r} is not a subclass of "
+                "spec_plugins.Proposer"
+            )
+        return cls
+
+
+@dataclass
+class Registry:
+    """Every registered proposer by name."""
+
+    proposers: dict[str, Registration] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    """Packages and names set aside, one sentence each."""
+
+    @classmethod
+    def discover(cls) -> Registry:
+        """Read the entry points of every installed package. About 10 ms; imports no proposer."""
+        found = cls()
+        manager = pluggy.PluginManager("spec_plugins")
+        manager.add_hookspecs(hookspecs)
+        providers: dict[str, str] = {}
+        points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        # Built-ins first, so that their names cannot be taken.
+        for point in sorted(points, key=lambda p: (p.value != "spec_plugins.proposers", p.name)):
+            provider = point.dist.name if point.dist else point.value
+            if point.name in providers:
+                continue  # the same distribution seen twice on sys.path
+            try:
+                manager.register(point.load(), name=point.name)
+                providers[point.name] = provider
+            except Exception as error:  # a third party's module may raise anything
+                found.faults.append(
+                    f"{provider}: entry point {point.name!r} failed: {type(error).__name__}: {error}"
+                )
+        for plugin_name, provider in providers.items():
+            found._ask(manager, plugin_name, provider)
+        return found
+
+    def _ask(self, manager: pluggy.PluginManager, plugin_name: str, provider: str) -> None:
+        plugin = manager.get_plugin(plugin_name)
+        others = [p for p in manager.get_plugins() if p is not plugin]
+        try:
+            for mapping in manager.subset_hook_caller("spec_plugins_proposers", others)():
+                for name, path in dict(mapping).items():
+                    self.add(Registration(name, path, provider))
+        except SpecPluginsError as error:
+            self.faults.append(str(error))
+        except Exception as error:  # as above
+            self.faults.append(
+                f"{provider}: hook spec_plugins_proposers failed: {type(error).__name__}: {error}"
+            )
+
+    def add(self, registration: Registration) -> None:
+        """Register, unless the name is malformed or taken."""
+        name, taken = registration.name, self.proposers.get(registration.name)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            self.faults.append(f"{registration.provider}: {name!r} is no proposer name (a-z, 0-9, _ and -)")
+        elif not isinstance(registration.path, str) or registration.path.count(":") != 1:
+            self.faults.append(f"{registration.provider}: {name!r} must name 'package.module:Class'")
+        elif taken is not None:
+            self.faults.append(f"{registration.provider}: the name {name!r} is already {taken.provider}'s")
+        else:
+            self.proposers[name] = registration
+
+    def find(self, name: str) -> Registration:
+        """The registration under ``name``.
+
+        Raises:
+            UnknownProposerError: no such name; lists the known ones and the nearest.
+        """
+        try:
+            return self.proposers[name]
+        except KeyError:
+            raise UnknownProposerError(
+                f"no proposer is registered as {name!r}{suggest(name, self.proposers)} "
+                f"Registered: {', '.join(sorted(self.proposers))}"
+            ) from None
+
+    def create(self, name: str, options: Mapping[str, Any] | None = None) -> Proposer:
+        """Make a proposer with its options checked.
+
+        Raises:
+            UnknownProposerError, UnavailableError: as above.
+            ConfigError: an option is unknown, out of range, or does not go with another.
+        """
+        from spec_plugins.config import check_options
+
+        cls = self.find(name).load()
+        proposer = check_options(cls, options or {}, name)
+        proposer.name = name
+        return proposer
+
+
+@functools.cache
+def registry() -> Registry:
+    """This process's registry, discovered at first use."""
+    return Registry.discover()

@@ -1,0 +1,74 @@
+"""Committed tokens of running requests in one matrix, for engines that keep them in Python lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from spec_plugins.proposer import IntArray
+
+__all__ = ["TokenStore"]
+
+
+class TokenStore:
+    """Rows of tokens by request id. Appending costs O(new tokens), amortised; rows are used again."""
+
+    def __init__(self, rows: int = 8, capacity: int = 1024) -> None:
+        self.token_ids: IntArray = np.zeros((rows, capacity), np.int32)
+        """``[rows, capacity]``; replaced by a larger one when it is full."""
+        self._rows: dict[str, int] = {}
+        self._lengths: IntArray = np.zeros(rows, np.int32)
+        self._free = list(range(rows))[::-1]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def length(self, request_id: str) -> int:
+        """How many tokens a request has; 0 for an unknown one."""
+        row = self._rows.get(request_id)
+        return 0 if row is None else int(self._lengths[row])
+
+    def append(self, request_id: str, tokens: npt.ArrayLike | Sequence[int]) -> None:
+        """Add tokens to the end of a request, which begins with its first."""
+        row = self._rows.get(request_id)
+        if row is None:
+            if not self._free:
+                self._grow(2 * len(self.token_ids), self.token_ids.shape[1])
+            row = self._rows[request_id] = self._free.pop()
+            self._lengths[row] = 0
+        new = np.asarray(tokens, np.int32)
+        start = int(self._lengths[row])
+        end = start + len(new)
+        if end > self.token_ids.shape[1]:
+            self._grow(len(self.token_ids), max(end, 2 * self.token_ids.shape[1]))
+        self.token_ids[row, start:end] = new
+        self._lengths[row] = end
+
+    def rows(self, request_ids: Sequence[str]) -> tuple[IntArray, IntArray]:
+        """Rows and lengths of known requests, ``[n]`` int32 each."""
+        rows = np.array([self._rows[r] for r in request_ids], np.int32)
+        return rows, self._lengths[rows]
+
+    def tokens(self, request_id: str) -> IntArray:
+        """A view of a request's tokens."""
+        row = self._rows[request_id]
+        return self.token_ids[row, : self._lengths[row]]
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request, if it is known."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        before = self.token_ids
+        # zeros, not empty: untouched pages cost no memory
+        self.token_ids = np.zeros((rows, capacity), np.int32)
+        self.token_ids[: before.shape[0], : before.shape[1]] = before
+        self._lengths = np.concatenate([self._lengths, np.zeros(rows - len(before), np.int32)])
+        self._free = list(range(len(before), rows))[::-1] + self._free
