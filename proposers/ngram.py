@@ -148,9 +148,8 @@ class NgramProposer(Proposer):
 
     def load(self, target: Target) -> None:
         """Compile."""
-        one = np.ones(1, np.int32)
-        self.propose(Step(["warm-up"], np.ones((1, 4), np.int32), 0 * one, 4 * one, 4 * one, one, one, one))
-        self.finish("warm-up")
+        self.propose(Step.rehearsal())
+        self.finish("rehearsal")
 
     def propose(self, step: Step) -> Drafts:
         n = len(step)

@@ -142,7 +142,8 @@ def verify_sampled(
     ``max(p - q, 0)``, normalised. A deterministic child is drawn from a one-hot ``q``. Once none is
     left, the last token is sampled from ``p``. For chains this is Leviathan et al. (arXiv 2211.17192)
     and Chen et al. (arXiv 2302.01318), for trees SpecInfer (arXiv 2305.09781) and, with siblings
-    drawn without replacement, Jeon et al. (arXiv 2402.14160).
+    drawn without replacement, Jeon et al. (arXiv 2402.14160). To leave out the probabilities of a
+    token that was drawn is exact as well, and costs acceptance only; wrong ones are not exact.
 
     Each request draws one float64 uniform a draft node and one for the last token, so its outcome
     depends on nothing but its own rows and generator.
@@ -154,11 +155,12 @@ def verify_sampled(
     Args:
         probs: ``[n, slots, vocab]`` float32, each row summing to 1, as :func:`target_probs` returns.
             Rows that are one-hot verify exactly as greedily.
-        drafts: chains or trees, with or without ``probs``.
+        drafts: chains or trees, with or without ``probs`` (any float type, the device of ``probs``).
         generators: ``n`` of them, or ``None`` for torch's own on the device of ``probs``.
 
     Raises:
-        ValueError: fewer rows or slots than the drafts need, or a token outside the vocabulary.
+        ValueError: fewer rows, slots or generators than the drafts need, or a token outside the
+            vocabulary.
     """
     _check_shape(probs.shape, drafts)
     n, device, vocab = len(drafts), probs.device, probs.shape[-1]
@@ -174,12 +176,14 @@ def verify_sampled(
     drawn = np.zeros(n, np.bool_)
     drawn[list(claims)] = True
     slots = _long(np.where(used, parents + 1, 0), device)
-    p = probs[_long(every[:, None], device), slots, _long(tokens, device)]
-    q = torch.ones((n, width), dtype=torch.float32, device=device)
-    for i, claim in claims.items():
-        own = _long(tokens[i, : drafts.counts[i], None], claim.device)
-        q[i, : len(own)] = claim.gather(1, own)[:, 0].clamp(max=1)
-    p_of, q_of = p.double().cpu().numpy(), q.double().cpu().numpy()
+    ids = _long(tokens, device)
+    p_of = probs[_long(every[:, None], device), slots, ids].double().cpu().numpy()
+    q_of = np.ones((n, width))
+    if claims:
+        mine = used & drawn[:, None]
+        own = _long(tokens[mine][:, None], device).split_with_sizes(drafts.counts[drawn].tolist())
+        q = torch.cat([rows.gather(1, x) for rows, x in zip(claims.values(), own, strict=True)])
+        q_of[mine] = q[:, 0].clamp(max=1).double().cpu().numpy()
     chance = _uniforms(drafts.counts, width + 1, generators, device)
 
     path, accepted = _room(drafts)
@@ -207,13 +211,13 @@ def verify_sampled(
         left = torch.where(total > 0, left / total, whole)
         rest[there] = left
         rest_at[rows] = at
-        p_left = left.gather(1, _long(tokens[rows], device)).double().cpu().numpy()
+        p_left = left.gather(1, ids[there]).double().cpu().numpy()
         p_of[rows] = np.where(parents[rows] == at[:, None], p_left, p_of[rows])
 
     weights = probs[_long(every, device), _long(last + 1, device)]
     # Whatever hangs on the last node was rejected.
     owner, node = (used & (parents == last[:, None]) & ~drawn[:, None]).nonzero()
-    weights[_long(owner, device), _long(tokens[owner, node], device)] = 0
+    weights[_long(owner, device), ids[_long(owner, device), _long(node, device)]] = 0
     if rest is not None:
         kept = _long((rest_at == last).nonzero()[0], device)
         weights[kept] = rest[kept]

@@ -1,0 +1,105 @@
+"""A key-value cache in which every request owns a row, so that requests of a batch advance unevenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["RowCache"]
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's view of the shared store."""
+
+    is_sliding = False
+
+    def __init__(self, cache: RowCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the store is the cache's."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.extent, 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self.cache.slots is None else self.cache.extent
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """Keys and values of all layers in one tensor, ``[2, layers, rows, heads, capacity, head_dim]``.
+
+    The engine says where the next forward pass writes (:meth:`prefill`, :meth:`decode`), then calls the
+    model; attention masks hide what a row does not own. Capacity doubles when it is full.
+    """
+
+    def __init__(self, num_layers: int, rows: int, capacity: int = 512) -> None:
+        self.num_rows, self.capacity, self.num_layers = rows, capacity, num_layers
+        self.store: torch.Tensor | None = None
+        self.rows = slice(0, 0)
+        self.extent = 0
+        self.slots: torch.Tensor | None = None
+        super().__init__(layers=[_Layer(self, i) for i in range(num_layers)])
+
+    def prefill(self, row: int, length: int) -> None:
+        """The next forward pass fills ``row`` from its start."""
+        self.rows, self.extent, self.slots = slice(row, row + 1), length, None
+        self._reserve(length)
+
+    def decode(self, slots: torch.Tensor, extent: int) -> None:
+        """The next forward pass writes row ``i`` of the batch at ``slots[i]``, ``[rows, width]``.
+
+        Attention sees the first ``extent`` slots of each row.
+        """
+        self.rows, self.extent, self.slots = slice(0, len(slots)), extent, slots
+        self._reserve(extent)
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new states, ``[rows, heads, width, head_dim]``, and return all that attention may see."""
+        if self.store is None:
+            shape = (2, self.num_layers, self.num_rows, keys.shape[1], self.capacity, keys.shape[3])
+            self.store = keys.new_zeros(shape)
+        k, v = self.store[0, layer, self.rows], self.store[1, layer, self.rows]
+        if self.slots is None:
+            k[:, :, : self.extent], v[:, :, : self.extent] = keys, values
+        else:
+            at = self.slots[:, None, :, None].expand_as(keys)
+            k.scatter_(2, at, keys)
+            v.scatter_(2, at, values)
+        return k[:, :, : self.extent], v[:, :, : self.extent]
+
+    def _reserve(self, length: int) -> None:
+        if length <= self.capacity:
+            return
+        before, filled = self.store, self.capacity
+        self.capacity = max(length, 2 * self.capacity)
+        if before is not None:
+            self.store = before.new_zeros((*before.shape[:4], self.capacity, before.shape[5]))
+            self.store[..., :filled, :] = before
+
+    def move(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy slots within rows, ``[m]`` each: the accepted path of a tree to where a chain would be."""
+        assert self.store is not None
+        # Indexing copies before it writes, so overlapping slots are safe.
+        self.store[:, :, rows, :, targets] = self.store[:, :, rows, :, sources]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` slots of a row onto another row."""
+        assert self.store is not None
+        self.store[:, :, target, :, :length] = self.store[:, :, source, :, :length]

@@ -1,0 +1,1 @@
+"""Every measured comparison, as a named case: ``python -m benchmarks --list``."""

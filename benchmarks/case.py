@@ -1,0 +1,79 @@
+"""What a case is, and how it measures."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CASES", "Case", "Context", "Result", "alternate", "case", "spread"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every case is given."""
+
+    model: Path
+    data: Path
+    quick: bool
+    """A short run, to see that a case works; its figures are not for publication."""
+    say: Callable[[str], None]
+    """Tells the person waiting how far the case is."""
+
+
+@dataclass
+class Result:
+    """A table of figures."""
+
+    columns: Sequence[str]
+    rows: list[Sequence[Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named comparison."""
+
+    name: str
+    summary: str
+    run: Callable[[Context], Result]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str) -> Callable[[Callable[[Context], Result]], Callable[[Context], Result]]:
+    """Register a function as a case; the first line of its docstring is its summary."""
+
+    def register(function: Callable[[Context], Result]) -> Callable[[Context], Result]:
+        CASES[name] = Case(name, (function.__doc__ or "").strip().splitlines()[0], function)
+        return function
+
+    return register
+
+
+def alternate(variants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each variant, run in turn, in an order that rotates, after one run each that is not counted."""
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        variants[name]()
+    for r in range(repeats):
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            gc.collect()
+            started = time.perf_counter()
+            variants[name]()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"

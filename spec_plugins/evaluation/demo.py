@@ -1,0 +1,69 @@
+"""`spec-plugins demo`: every model-free proposer against plain decoding, on a real model and real prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spec_plugins.config import Config, load_config
+
+__all__ = ["CONFIGS", "MAX_NEW_TOKENS", "run"]
+
+MAX_NEW_TOKENS = 96
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ngram": {"proposer": "ngram", "num_speculative_tokens": 4},
+    "suffix": {"proposer": "suffix", "num_speculative_tokens": 8},
+    "lookahead": {"proposer": "lookahead", "num_speculative_tokens": 6, "max_draft_nodes": 18},
+    "combine": {
+        "proposer": "combine",
+        "num_speculative_tokens": 8,
+        "options": {"proposers": ["suffix", "lookahead"]},
+    },
+}
+
+
+def configs() -> dict[str, Config]:
+    """The configurations that the demo compares, checked."""
+    return {name: load_config(config) for name, config in CONFIGS.items()}
+
+
+def run(
+    model: Path, data: Path, out: Path, engine: str = "transformers", minutes: float = 5.0
+) -> dict[str, Any]:
+    """Compare on HumanEval and MT-bench prompts for some minutes; print, write and return the result.
+
+    In float32, so that greedy output must be identical to plain decoding.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from spec_plugins.adapters.transformers.engine import load_model
+    from spec_plugins.evaluation import prompts, report
+    from spec_plugins.evaluation.comparison import compare, machine
+
+    console = Console(stderr=True)
+    mixed = prompts.interleaved(prompts.humaneval(data), prompts.mtbench(data))
+    with console.status(f"loading {model.name}"):
+        loaded, tokenizer = load_model(model, dtype=torch.float32)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        task = progress.add_task("compiling, then 0 prompts", total=1.0)
+        results = compare(
+            loaded,
+            tokenizer,
+            configs(),
+            mixed,
+            max_new_tokens=MAX_NEW_TOKENS,
+            seconds=minutes * 60,
+            progress=lambda share, done: progress.update(
+                task, completed=share, description=f"{done} prompts"
+            ),
+        )
+    about = {"model": model.name, "engine": engine, "dtype": "float32", "max_new_tokens": MAX_NEW_TOKENS}
+    figures = report.as_json(results, {**about, **machine()})
+    Console().print(report.table(figures))
+    for path in report.write(figures, out):
+        console.print(f"wrote {path}")
+    return figures
