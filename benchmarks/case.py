@@ -57,7 +57,7 @@ def case(name: str) -> Callable[[Callable[[Context], Result]], Callable[[Context
 
 
 def alternate(variants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each variant, run in turn, in an order that rotates, after one run each that is not counted."""
+    """Seconds of each variant, run in turn in a rotating order, after one run each that is not counted."""
     names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:

@@ -70,9 +70,16 @@ def compare(context: Context, dtype: str) -> Result:
             seconds[name].append(time.perf_counter() - started)
             steps[name].append(forwards)
     result = Result(
-        ["way", "tokens/forward HumanEval", "MT-bench", "tokens/s", "speed over transformers plain", "over prompt lookup",
-         "same output"]
-    )  # fmt: skip
+        [
+            "way",
+            "tokens/forward HumanEval",
+            "MT-bench",
+            "tokens/s",
+            "speed over transformers plain",
+            "over prompt lookup",
+            "same output",
+        ]
+    )
     plain, lookup = names[0], names[2]
     for name in names:
         rate = [
@@ -93,8 +100,8 @@ def compare(context: Context, dtype: str) -> Result:
             ]
         )
     result.notes.append(
-        f"{context.model.name}, {dtype}, concurrency 1, {TOKENS} new tokens, {len(prompts)} prompts (HumanEval and "
-        f"MT-bench), median and quartiles over prompts; median prompt "
+        f"{context.model.name}, {dtype}, concurrency 1, {TOKENS} new tokens, {len(prompts)} prompts "
+        f"(HumanEval and MT-bench), median and quartiles over prompts; median prompt "
         f"{statistics.median(p.shape[1] for p in prompts):.0f} tokens."
     )
     return result

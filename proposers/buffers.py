@@ -13,12 +13,12 @@ from spec_plugins.proposer import IntArray
 __all__ = ["buffer_at"]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.int32)(types.int64), generate
+    return types.CPointer(types.int32)(types.int64), generate  # type: ignore[no-untyped-call]
 
 
 @numba.njit(cache=True, inline="always")
@@ -27,4 +27,4 @@ def buffer_at(address: int, size: int) -> IntArray:
 
     The caller keeps the owning array alive during the call and knows that it is that long.
     """
-    return numba.carray(_pointer(address), (size,))
+    return numba.carray(_pointer(address), (size,))  # type: ignore[attr-defined, call-arg]

@@ -125,4 +125,4 @@ def _sources(draft: Draft, first: int) -> IntArray:
     """Who guessed each token, in the combination's numbering."""
     if draft.sources is None:
         return np.full(len(draft), first, np.int32)
-    return draft.sources + np.int32(first)
+    return np.asarray(draft.sources + first, np.int32)

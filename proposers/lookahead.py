@@ -97,7 +97,8 @@ def _advance(
     ``steps`` columns are dropped on the left, one for each draft token that was accepted.
     """
     levels, width = window.shape
-    new = np.full(width, -1, np.int32)
+    # A column that was not verified keeps its last guess: a copy of its neighbour would make them one.
+    new = window[filled - 1].copy()
     base = -1
     for i in range(width):
         base = _child(tokens, parents, base, window[0, i])
@@ -110,9 +111,6 @@ def _advance(
                 break
         if at >= 0:
             new[i] = predictions[at + 1]
-    for i in range(width):
-        if new[i] < 0:
-            new[i] = new[i - 1] if i > 0 and new[i - 1] >= 0 else window[filled - 1, i]
     if filled < levels:
         window[filled] = new
         filled += 1
@@ -262,8 +260,10 @@ class LookaheadProposer(Proposer):
     def _begin(self, tokens: IntArray) -> _State:
         pool = np.zeros((self.pool_sets, _GUESSES + self.guesses * self.ngram), np.int32)
         window = np.zeros((self.ngram - 1, max(1, self.window)), np.int32)
-        # Anything may stand in the first level; the prompt's own words are likelier than chance.
-        window[0] = np.resize(tokens[-window.shape[1] :], window.shape[1])
+        # Anything may stand in the first level, as long as its columns differ; the latest words of the
+        # prompt are likelier than chance.
+        words = dict.fromkeys([*tokens[:-257:-1].tolist(), *range(window.shape[1])])
+        window[0] = list(words)[: window.shape[1]]
         return _State(pool, window, int(self._runs_window))
 
     def _learn(self, state: _State, tokens: IntArray, verified: Draft, predictions: IntArray) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numba
 import numpy as np
@@ -25,7 +25,7 @@ _POSITION, _COUNT, _NEXT_POSITION, _NEXT_COUNT = 0, 1, 2, 3
 
 
 @numba.njit(cache=True, inline="always")
-def _find(table: IntArray, tokens: IntArray, end: int, n: int, key: np.uint64) -> int:
+def _find(table: IntArray, tokens: IntArray, end: int, n: int, key: np.uint64) -> Any:
     """The entry of the n tokens before ``end``, or the empty one where it belongs."""
     mask = len(table) - 1
     at = np.int64((key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(24)) & mask
@@ -41,7 +41,7 @@ def _find(table: IntArray, tokens: IntArray, end: int, n: int, key: np.uint64) -
 
 
 @numba.njit(cache=True, inline="always")
-def _mix(key: np.uint64, token: int) -> np.uint64:
+def _mix(key: np.uint64, token: int) -> Any:
     return (key ^ np.uint64(token)) * np.uint64(0x100000001B3) + np.uint64(0x2545F4914F6CDD1D)
 
 

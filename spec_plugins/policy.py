@@ -57,7 +57,10 @@ class FixedLength(Policy):
     def __init__(self, num_speculative_tokens: int, max_draft_nodes: int | None = None) -> None:
         self.depth = num_speculative_tokens
         self.nodes = max_draft_nodes or num_speculative_tokens
+        self._budgets = np.empty(0, np.int32), np.empty(0, np.int32)
 
     def budgets(self, request_ids: Sequence[str], limits: IntArray) -> tuple[IntArray, IntArray]:
         n = len(request_ids)
-        return np.full(n, self.nodes, np.int32), np.full(n, self.depth, np.int32)
+        if n != len(self._budgets[0]):
+            self._budgets = np.full(n, self.nodes, np.int32), np.full(n, self.depth, np.int32)
+        return self._budgets

@@ -258,6 +258,24 @@ class Step:
     def __len__(self) -> int:
         return len(self.request_ids)
 
+    @classmethod
+    def rehearsal(cls, *, trees: bool = False, budget: int = 4) -> Step:
+        """A step of one request, ``"rehearsal"``, in the very types that the driver gives, so that
+        :meth:`Proposer.load` can have compiled all that a real step will run."""
+
+        def array(values: list[int] | list[list[int]]) -> IntArray:
+            made = np.array(values, np.int32)
+            made.flags.writeable = False
+            return made
+
+        length, most = array([8]), array([budget])
+        return cls(
+            ("rehearsal",), array([[1, 2, 3, 1, 2, 3, 1, 2]]), array([0]), length, length, most, most,
+            array([4]),
+            verified=[Draft(array([3, 1]), array([-1, 0]) if trees else None)],
+            predictions=Packed(array([3, 1, 2]), array([0, 3])),
+        )  # fmt: skip
+
     def tokens(self, i: int) -> IntArray:
         """A view of request ``i``'s committed tokens, ``[lengths[i]]`` int32. No copy."""
         return self.token_ids[self.rows[i], : self.lengths[i]]

@@ -18,7 +18,7 @@ from typing import Any
 import pluggy
 
 from spec_plugins import hookspecs
-from spec_plugins.errors import SpecPluginsError, UnavailableError, UnknownProposerError
+from spec_plugins.errors import UnavailableError, UnknownProposerError
 from spec_plugins.proposer import Proposer
 
 __all__ = ["Registration", "Registry", "registry", "suggest"]
@@ -28,6 +28,14 @@ BUILTIN = "spec-plugins"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Which extra brings a module that a built-in proposer imports.
 _EXTRAS = {"torch": "transformers", "transformers": "transformers", "safetensors": "transformers"}
+
+
+def _provider(point: importlib.metadata.EntryPoint) -> str:
+    try:
+        name = point.dist.name if point.dist else None
+    except Exception:  # a distribution without metadata
+        name = None
+    return name or point.value
 
 
 def suggest(word: str, known: Mapping[str, object] | list[str]) -> str:
@@ -52,28 +60,31 @@ class Registration:
         Raises:
             UnavailableError: with what is missing and how to install it.
         """
+        who = f"proposer {self.name!r} (from {self.provider})"
         module_name, _, class_name = self.path.partition(":")
         try:
             cls = getattr(importlib.import_module(module_name), class_name)
         except ModuleNotFoundError as error:
-            missing = (error.name or "").partition(".")[0]
-            extra = _EXTRAS.get(missing) if self.provider == BUILTIN else None
-            fix = f"pip install 'spec-plugins[{extra}]'" if extra else f"pip install {missing}"
             raise UnavailableError(
-                f"proposer {self.name!r} (from {self.provider}) needs the module {error.name!r}, which is "
-                f"not installed: {fix}"
+                f"{who} needs the module {error.name!r}, which is not installed: "
+                f"{self._how_to_install(error.name or '')}"
             ) from error
-        except Exception as error:  # a third party's import may raise anything
+        except (Exception, SystemExit) as error:  # a third party's import may raise anything
             raise UnavailableError(
-                f"proposer {self.name!r} (from {self.provider}) cannot be imported from {self.path!r}: "
-                f"{type(error).__name__}: {error}"
+                f"{who} cannot be imported from {self.path!r}: {type(error).__name__}: {error}"
             ) from error
         if not (isinstance(cls, type) and issubclass(cls, Proposer)):
-            raise UnavailableError(
-                f"proposer {self.name!r} (from {self.provider}): {self.path!r} is not a subclass of "
-                "spec_plugins.Proposer"
-            )
+            raise UnavailableError(f"{who}: {self.path!r} is not a subclass of spec_plugins.Proposer")
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise UnavailableError(f"{who}: {self.path!r} does not define {', '.join(missing)}")
         return cls
+
+    def _how_to_install(self, module_name: str) -> str:
+        if self.path.startswith((f"{module_name}:", f"{module_name}.")):
+            return f"pip install --force-reinstall {self.provider}"  # its own: the package is broken
+        top = module_name.partition(".")[0]
+        extra = _EXTRAS.get(top) if self.provider == BUILTIN else None
+        return f"pip install 'spec-plugins[{extra}]'" if extra else f"pip install {top}"
 
 
 @dataclass
@@ -94,16 +105,16 @@ class Registry:
         points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
         # Built-ins first, so that their names cannot be taken.
         for point in sorted(points, key=lambda p: (p.value != "spec_plugins.proposers", p.name)):
-            provider = point.dist.name if point.dist else point.value
-            if point.name in providers:
+            provider = _provider(point)
+            # Two distributions may give their entry points the same name.
+            plugin_name = f"{provider}: entry point {point.name!r}"
+            if plugin_name in providers:
                 continue  # the same distribution seen twice on sys.path
             try:
-                manager.register(point.load(), name=point.name)
-                providers[point.name] = provider
-            except Exception as error:  # a third party's module may raise anything
-                found.faults.append(
-                    f"{provider}: entry point {point.name!r} failed: {type(error).__name__}: {error}"
-                )
+                manager.register(point.load(), name=plugin_name)
+                providers[plugin_name] = provider
+            except (Exception, SystemExit) as error:  # a third party's module may raise anything
+                found.faults.append(f"{plugin_name} failed: {type(error).__name__}: {error}")
         for plugin_name, provider in providers.items():
             found._ask(manager, plugin_name, provider)
         return found
@@ -112,12 +123,16 @@ class Registry:
         plugin = manager.get_plugin(plugin_name)
         others = [p for p in manager.get_plugins() if p is not plugin]
         try:
-            for mapping in manager.subset_hook_caller("spec_plugins_proposers", others)():
+            answers = manager.subset_hook_caller("spec_plugins_proposers", others)()
+            for mapping in answers:
                 for name, path in dict(mapping).items():
                     self.add(Registration(name, path, provider))
-        except SpecPluginsError as error:
-            self.faults.append(str(error))
-        except Exception as error:  # as above
+            if not answers:
+                self.faults.append(
+                    f"{plugin_name} names no proposers: it needs a function spec_plugins_proposers, marked "
+                    "@spec_plugins.hookimpl, that returns them"
+                )
+        except (Exception, SystemExit) as error:  # as above
             self.faults.append(
                 f"{provider}: hook spec_plugins_proposers failed: {type(error).__name__}: {error}"
             )

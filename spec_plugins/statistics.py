@@ -62,15 +62,24 @@ class Statistics:
     skipped_steps: int = 0
     """Steps without drafting because the proposer rested or was late."""
     by_source: dict[str, SourceStatistics] = field(default_factory=dict)
-    drafted_by_position: npt.NDArray[np.int64] = field(init=False)
-    accepted_by_position: npt.NDArray[np.int64] = field(init=False)
     recent_propose_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
     running: dict[str, RequestStatistics] = field(default_factory=dict)
     finished: OrderedDict[str, RequestStatistics] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self.drafted_by_position = np.zeros(self.positions, np.int64)
-        self.accepted_by_position = np.zeros(self.positions, np.int64)
+        # How many drafts ended after so many positions.
+        self._drafted_depths = [0] * (self.positions + 1)
+        self._accepted_depths = [0] * (self.positions + 1)
+
+    @property
+    def drafted_by_position(self) -> npt.NDArray[np.int64]:
+        """How many drafts reached each position."""
+        return np.cumsum(self._drafted_depths[::-1])[-2::-1]
+
+    @property
+    def accepted_by_position(self) -> npt.NDArray[np.int64]:
+        """How many drafts were accepted up to and with each position."""
+        return np.cumsum(self._accepted_depths[::-1])[-2::-1]
 
     @property
     def acceptance_length(self) -> float:
@@ -92,9 +101,10 @@ class Statistics:
         return self.running.get(request_id) or self.finished.get(request_id)
 
     def finish(self, request_id: str) -> None:
-        """Move a request from running to recently finished."""
+        """Move a request from running to recently finished; one that comes back starts anew."""
         figures = self.running.pop(request_id, None)
         if figures is not None:
+            self.finished.pop(request_id, None)  # of an earlier life, so that the newest stands last
             self.finished[request_id] = figures
             while len(self.finished) > KEEP_FINISHED:
                 self.finished.popitem(last=False)
@@ -102,28 +112,46 @@ class Statistics:
     def count(
         self,
         request_ids: Sequence[str],
-        depths: npt.NDArray[np.int32],
-        nodes: npt.NDArray[np.int32],
-        accepted: npt.NDArray[np.int32],
-    ) -> None:
-        """Count one verified step; arrays are ``[n]``, ``accepted`` -1 where nothing was decoded."""
-        decoded = accepted >= 0
-        self.verify_steps += int(decoded.sum())
-        self.drafts += int((nodes > 0).sum())
-        self.draft_tokens += int(nodes.sum())
-        self.accepted_tokens += int(accepted[decoded].sum())
-        _add_up_to(self.drafted_by_position, depths[decoded])
-        _add_up_to(self.accepted_by_position, accepted[decoded])
-        for request_id, m, a in zip(request_ids, nodes.tolist(), accepted.tolist(), strict=True):
+        depths: Sequence[int],
+        nodes: Sequence[int],
+        accepted: Sequence[int],
+    ) -> tuple[int, int]:
+        """Count one verified step; one entry a request, ``accepted`` -1 where nothing was decoded.
+
+        Returns the step's draft tokens and how many of them were accepted.
+        """
+        running = self.running
+        drafted_depths, accepted_depths = self._drafted_depths, self._accepted_depths
+        verify_steps = drafts = draft_tokens = accepted_tokens = 0
+        for r, depth, m, a in zip(request_ids, depths, nodes, accepted, strict=True):
             if a < 0:
                 continue
-            figures = self.running.get(request_id)
+            figures = running.get(r)
             if figures is None:
-                figures = self.running[request_id] = RequestStatistics()
+                figures = running[r] = RequestStatistics()
             figures.verify_steps += 1
-            figures.drafts += m > 0
-            figures.draft_tokens += m
-            figures.accepted_tokens += a
+            verify_steps += 1
+            if m:
+                figures.drafts += 1
+                figures.draft_tokens += m
+                figures.accepted_tokens += a
+                drafts += 1
+                draft_tokens += m
+                accepted_tokens += a
+                drafted_depths[depth] += 1
+                accepted_depths[a] += 1
+        self.verify_steps += verify_steps
+        self.drafts += drafts
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += accepted_tokens
+        return draft_tokens, accepted_tokens
+
+    def count_source(self, name: str, draft_tokens: int, accepted_tokens: int) -> None:
+        """Credit one source."""
+        if draft_tokens:
+            figures = self.by_source.setdefault(name, SourceStatistics())
+            figures.draft_tokens += draft_tokens
+            figures.accepted_tokens += accepted_tokens
 
     def snapshot(self) -> Mapping[str, Any]:
         """Everything as plain numbers, for JSON and metrics."""
@@ -149,12 +177,3 @@ class Statistics:
                 for name, s in self.by_source.items()
             },
         }
-
-
-def _add_up_to(counters: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> None:
-    """Add one to the first ``length`` counters, for every length."""
-    if len(lengths):
-        at_least = np.bincount(np.minimum(lengths, len(counters)), minlength=len(counters) + 1)[
-            ::-1
-        ].cumsum()[::-1]
-        counters += at_least[1:]

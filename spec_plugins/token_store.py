@@ -35,13 +35,13 @@ class TokenStore:
 
     def append(self, request_id: str, tokens: npt.ArrayLike | Sequence[int]) -> None:
         """Add tokens to the end of a request, which begins with its first."""
+        new = np.asarray(tokens, np.int32)
         row = self._rows.get(request_id)
         if row is None:
             if not self._free:
-                self._grow(2 * len(self.token_ids), self.token_ids.shape[1])
+                self._grow(max(1, 2 * len(self.token_ids)), self.token_ids.shape[1])
             row = self._rows[request_id] = self._free.pop()
             self._lengths[row] = 0
-        new = np.asarray(tokens, np.int32)
         start = int(self._lengths[row])
         end = start + len(new)
         if end > self.token_ids.shape[1]:
@@ -67,8 +67,10 @@ class TokenStore:
 
     def _grow(self, rows: int, capacity: int) -> None:
         before = self.token_ids
-        # zeros, not empty: untouched pages cost no memory
+        # zeros, not empty, and no copy of what is not in use: untouched pages cost no memory
         self.token_ids = np.zeros((rows, capacity), np.int32)
-        self.token_ids[: before.shape[0], : before.shape[1]] = before
+        for row in self._rows.values():
+            length = self._lengths[row]
+            self.token_ids[row, :length] = before[row, :length]
         self._lengths = np.concatenate([self._lengths, np.zeros(rows - len(before), np.int32)])
         self._free = list(range(len(before), rows))[::-1] + self._free

@@ -91,19 +91,23 @@ def principal_chains(drafts: Drafts) -> Drafts:
 def pack(drafts: list[Draft]) -> Drafts:
     """Pack well-formed drafts; copies each once."""
     n = len(drafts)
-    counts = np.array([len(d) for d in drafts], np.int32)
+    counts = np.array([len(d.tokens) for d in drafts], np.int32)
     width = int(counts.max(initial=0))
     tokens = np.zeros((n, width), np.int32)
-    tree = any(d.parents is not None for d in drafts)
-    parents = chain_parents(n, width).copy() if tree else None
-    sources = np.zeros((n, width), np.int32) if any(d.sources is not None for d in drafts) else None
+    if width:
+        tokens[np.arange(width) < counts[:, None]] = np.concatenate([d.tokens for d in drafts])
+    parents = sources = None
+    if any(d.parents is not None for d in drafts):
+        parents = chain_parents(n, width).copy()
+        for i, d in enumerate(drafts):
+            if d.parents is not None:
+                parents[i, : len(d)] = d.parents
+    if any(d.sources is not None for d in drafts):
+        sources = np.zeros((n, width), np.int32)
+        for i, d in enumerate(drafts):
+            if d.sources is not None:
+                sources[i, : len(d)] = d.sources
     probs = [d.probs for d in drafts] if any(d.probs is not None for d in drafts) else None
-    for i, d in enumerate(drafts):
-        tokens[i, : len(d)] = d.tokens
-        if parents is not None and d.parents is not None:
-            parents[i, : len(d)] = d.parents
-        if sources is not None and d.sources is not None:
-            sources[i, : len(d)] = d.sources
     return Drafts(tokens, counts, parents, probs, sources)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spec_plugins import Need, Step, Target
+from spec_plugins.config import Config
 from spec_plugins.driver import Driver
 from spec_plugins.proposer import IntArray, Packed
 from spec_plugins.proposers.lookahead import LookaheadProposer
@@ -40,7 +41,9 @@ def run(
     proposer = LookaheadProposer(**options)
     proposer.name = "lookahead"
     driver = Driver(
-        proposer, Target(VOCAB, 4096, 1, provides, num_speculative_tokens=8, max_draft_nodes=nodes)
+        proposer,
+        Target(VOCAB, 4096, 1, provides, num_speculative_tokens=8, max_draft_nodes=nodes),
+        Config(num_speculative_tokens=8, max_draft_nodes=nodes),
     )
     tokens, row = list(prompt), np.zeros(1, np.int32)
     predictions: list[int] = []

@@ -82,9 +82,9 @@ def speculate(
             answers[i, : len(request.output)] = torch.tensor(request.output)
         sequences = torch.cat([input_ids, answers], dim=-1)
         if generation_config.return_dict_in_generate:
-            from transformers.generation import GenerateDecoderOnlyOutput
+            from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-            return GenerateDecoderOnlyOutput(sequences=sequences)
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
         return sequences
 
     decode.engines = engines  # type: ignore[attr-defined]

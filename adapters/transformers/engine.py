@@ -440,6 +440,8 @@ class Engine:
             elif len(request.output) >= params.max_new_tokens or request.length >= self.max_model_len:
                 request.finish_reason = "length"
             if request.finish_reason:
+                if request.detokenizer is not None and not stopped:
+                    request.detokenizer.finish()
                 break
         self.tokens.append(request.request_id, tokens[:kept])
 

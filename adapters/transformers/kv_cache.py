@@ -10,13 +10,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 __all__ = ["RowCache"]
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):
     """One layer's view of the shared store."""
 
     is_sliding = False
 
     def __init__(self, cache: RowCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class RowCache(Cache):  # type: ignore[misc]
+class RowCache(Cache):
     """Keys and values of all layers in one tensor, ``[2, layers, rows, heads, capacity, head_dim]``.
 
     The engine says where the next forward pass writes (:meth:`prefill`, :meth:`decode`), then calls the

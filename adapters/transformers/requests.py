@@ -30,7 +30,10 @@ class SamplingParams(BaseModel):
         float, Field(ge=0, le=1, description="Keep tokens at least this likely, relative to the best.")
     ] = 0.0
     seed: Annotated[int | None, Field(description="Makes a sampled request repeatable.")] = None
-    stop: Annotated[tuple[str, ...], Field(description="Strings that end the text; left out of it.")] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(description="Strings that end the text; left out of it."),
+    ] = ()
     stop_token_ids: Annotated[tuple[int, ...], Field(description="Tokens that end the text; kept.")] = ()
     ignore_eos: Annotated[bool, Field(description="Go on past the end token.")] = False
     num_speculative_tokens: Annotated[
@@ -122,3 +125,10 @@ class Detokenizer:
         if ends:
             self.text = self.text[: min(ends)]
         return bool(ends)
+
+    def finish(self) -> None:
+        """Give up waiting for the rest of a character; harmless where a stop string has cut the text."""
+        if self._read < len(self._tokens):
+            before = self._decode(self._tokens[self._start : self._read])
+            self.text += self._decode(self._tokens[self._start :])[len(before) :]
+            self._start = self._read = len(self._tokens)

@@ -46,7 +46,7 @@ def as_json(results: Mapping[str, Measured], about: Mapping[str, Any]) -> dict[s
 
 
 def _rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     tags = data["proposers"][BASELINE]["by_tag"]
     for tag in [*tags, "all"]:
         for name, figures in data["proposers"].items():

@@ -1,0 +1,96 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+#
+# Environments and downloads live in CACHE, outside the checkout, so a second run or a second checkout
+# finds them. Every step may be interrupted and run again.
+
+PYTHON ?= python3
+CACHE ?= $(or $(SPEC_PLUGINS_CACHE),$(HOME)/.cache/spec-plugins)
+# The CPU build on many registries. Where yours serves a build for a GPU, set TORCH, or pip's own
+# PIP_EXTRA_INDEX_URL.
+TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.24.0
+# For `make demo`: which engine, and for about how long.
+ENGINE ?= transformers
+MINUTES ?= 5
+# Passed on by `make bench` and by `make test`.
+ARGS ?=
+PYTEST_ARGS ?=
+
+# One environment an engine: name the project's extras and what stands beside them, and
+# `make environment-NAME` makes it. `core` runs the transformers engine too.
+ENVIRONMENT_core = --extras dev,evaluate,train,transformers $(TORCH) $(TRANSFORMERS)
+
+VENVS := $(CACHE)/venvs
+BIN := $(VENVS)/core/bin
+DATA_DIR := $(CACHE)/data
+MODEL_DIR := $(CACHE)/models/SmolLM2-135M-Instruct
+ENGINE_ENVIRONMENT := $(if $(filter transformers,$(ENGINE)),core,$(ENGINE))
+
+export SPEC_PLUGINS_CACHE := $(CACHE)
+export SPEC_PLUGINS_MODEL := $(MODEL_DIR)
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+ifeq ($(filter /%,$(CACHE)),)
+$(error CACHE must be an absolute path, not '$(CACHE)')
+endif
+
+title = @printf '\n== %s\n' '$(1)'
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup model data demo test bench lint coverage wheel-test pytest clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: environment-core ## make or update the virtual environment
+
+environment-%:
+	$(if $(ENVIRONMENT_$*),,$(error there is no environment '$*': define ENVIRONMENT_$* in the Makefile))
+	$(call title,environment $*)
+	@"$(PYTHON)" scripts/environment.py $* --cache "$(CACHE)" $(ENVIRONMENT_$*)
+
+model: setup ## fetch and convert the model (93 MB)
+	$(call title,model)
+	@"$(BIN)/python" scripts/fetch.py model --cache "$(CACHE)"
+
+data: setup ## fetch prompts and recorded conversations (5 MB)
+	$(call title,data)
+	@"$(BIN)/python" scripts/fetch.py data --cache "$(CACHE)"
+
+demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transformers MINUTES=5
+	$(call title,demo)
+	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
+		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out
+
+test: model data lint wheel-test pytest ## everything that must pass before a change goes in
+	@printf '\nall green\n'
+
+pytest: model data ## the tests alone, with coverage: PYTEST_ARGS="-k bigram"
+	$(call title,tests)
+	@"$(BIN)/pytest" --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+coverage: model data ## the tests, and every line that they miss
+	$(call title,coverage)
+	@"$(BIN)/pytest" --cov --cov-report=term-missing:skip-covered --cov-report=html:.coverage-html $(PYTEST_ARGS)
+
+bench: model data ## run the benchmarks: ARGS="--list", ARGS="NAME --quick"
+	$(call title,benchmarks)
+	@"$(BIN)/python" -m benchmarks --model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out bench-out $(ARGS)
+
+lint: setup ## style, formatting and types
+	$(call title,lint)
+	@"$(BIN)/ruff" check .
+	@"$(BIN)/ruff" format --check .
+	@bash scripts/typecheck.sh "$(BIN)/mypy"
+
+wheel-test: setup ## the built wheel, on every supported Python that this machine has
+	$(call title,wheel on other Pythons)
+	@"$(BIN)/python" scripts/other_pythons.py --cache "$(CACHE)"
+
+clean: ## remove build products from the checkout; the cache and results stay
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-html
+	@find . -name .git -prune -o \( -name __pycache__ -o -name '*.egg-info' -o -path './examples/*/build' \) \
+		-prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Acme's proposers for spec-plugins."""

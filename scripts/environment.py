@@ -1,0 +1,168 @@
+"""Make or update a virtual environment in the cache, with this project in it.
+
+    python3 scripts/environment.py core --extras dev,transformers torch==2.13.0
+
+Nothing is done where the environment already holds what is asked for. One whose making was
+interrupted is made afresh, because pip takes a half-copied package for an installed one; pip's own
+cache keeps that quick. All that is remembered stands in one stamp, written last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+DEFAULT_CACHE = os.environ.get("SPEC_PLUGINS_CACHE", "~/.cache/spec-plugins")
+
+
+class SetupError(Exception):
+    """A message for the user."""
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Let one process at a time do this. The lock dies with its process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that makes {what}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Run pip, showing downloads as they start and everything where it fails."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    shown = re.compile(r"\s*(Downloading|Using cached) (?!.*\.metadata)(.* [MG]B\))")
+    lines = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            lines.append(line)
+            if match := shown.match(line):
+                print(f"  {match[1].lower()} {match[2]}", flush=True)
+            elif line.startswith("Installing collected packages:"):
+                print(f"  installing {line.count(',') + 1} package(s)", flush=True)
+    if process.returncode:
+        print("".join(lines[-40:]), file=sys.stderr)
+        raise SetupError(f"failed, pip's last lines are above: {' '.join(command)}")
+
+
+def create(folder: Path, python: str) -> None:
+    """Make an empty environment, in place of whatever is there."""
+    command = [python, "-m", "venv", "--clear", str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        # Some distributions ship Python's venv without the pip that goes into it.
+        subprocess.run([*command, "--without-pip"], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "pip"],
+            check=True,
+        )
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def version_of(python: str) -> str:
+    """Full version of an interpreter, or an empty string where it does not run."""
+    code = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def ensure(  # the one function behind every environment of the project
+    folder: Path, python: str, requirements: Sequence[str], project: Sequence[str], identity: str
+) -> Path:
+    """Bring an environment up to date and return its interpreter.
+
+    Args:
+        folder: where it is or will be.
+        python: the interpreter to make it from.
+        requirements: what pip installs beside the project.
+        project: how pip installs the project itself, ``["-e", path]`` or ``[wheel]``.
+        identity: changes when the project has to be installed again, though it needs nothing new.
+    """
+    inside = folder / "bin" / "python"
+    stamp = folder / ".complete"
+    version = version_of(python)
+    if not version:
+        raise SetupError(f"{python} does not run")
+    if tuple(map(int, version.split("."))) < (3, 10):
+        raise SetupError(f"{python} is Python {version}; 3.10 or newer is needed: make PYTHON=…")
+    # What the project needs can change with these two files only.
+    sources = [(CHECKOUT / name).read_text() for name in ("setup.cfg", "pyproject.toml")]
+    extras = [p.partition("[")[2] for p in project]
+    wanted = {
+        "python": version,
+        "packages": digest(sources, list(requirements), extras),
+        "project": identity,
+    }
+    with locked(folder.with_name(folder.name + ".lock"), folder.name):
+        try:
+            found = json.loads(stamp.read_text())
+        except (FileNotFoundError, ValueError):
+            found = {}
+        if found == wanted:
+            return inside
+        start = time.monotonic()
+        stamp.unlink(missing_ok=True)  # an interrupted update leaves no stamp either
+        if found.get("python") != version:
+            print(f"making environment {folder} (Python {version})", flush=True)
+            create(folder, python)
+            found = {}
+        else:
+            print(f"updating environment {folder}", flush=True)
+        if found.get("packages") != wanted["packages"]:
+            # What is imported is compiled then; compiling all of torch here takes as long as the rest.
+            pip(inside, "install", "--progress-bar", "off", "--no-compile", *requirements, *project)
+        if found and found["project"] != identity:
+            pip(inside, "install", "--no-deps", "--force-reinstall", *project)
+        stamp.write_text(json.dumps(wanted))
+        print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
+    return inside
+
+
+def main() -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("--python", default=sys.executable, help="made from it; default: %(default)s")
+    parser.add_argument("--cache", type=Path, default=Path(DEFAULT_CACHE), help="default: %(default)s")
+    parser.add_argument("--extras", default="", help="the project's extras, comma-separated")
+    parser.add_argument("requirements", nargs="*", help="what else to install, as pip takes it")
+    arguments = parser.parse_intermixed_args()  # plain parse_args takes no list after an option
+    folder = arguments.cache.expanduser().resolve() / "venvs" / arguments.name
+    project = ["-e", f"{CHECKOUT}[{arguments.extras}]" if arguments.extras else str(CHECKOUT)]
+    try:
+        ensure(folder, arguments.python, arguments.requirements, project, identity=str(CHECKOUT))
+    except SetupError as error:
+        print(f"environment.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nenvironment.py: interrupted; run it again", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The command line, ``spec-plugins``: one file a command.
+
+Whatever is heavy (torch, numba, an engine) is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from spec_plugins import __version__
+from spec_plugins.cli.demo import demo_command
+from spec_plugins.cli.doctor import doctor_command
+from spec_plugins.cli.explain import explain_command
+from spec_plugins.cli.generate import generate_command
+from spec_plugins.cli.list import list_command
+from spec_plugins.cli.output import show_error
+from spec_plugins.cli.schema import schema_command
+from spec_plugins.errors import SpecPluginsError
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """Turns the project's own errors, which are written for the user, into a message and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecPluginsError as error:
+            show_error(str(error))
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Speculative decoding for the engine you already run.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spec-plugins {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("list", help="Show the registered proposers, and which of them can be used here.")(list_command)
+app.command("explain", help="Say how a method runs on an engine: by which route, and why.")(explain_command)
+app.command("schema", help="Print the JSON schema of the configuration.")(schema_command)
+app.command("generate", help="Complete prompts with a model on this machine, with speculation or without.")(
+    generate_command
+)
+app.command("doctor", help="Check what is installed here. Exit code 1 where something of it is broken.")(
+    doctor_command
+)
+app.command("demo", help="Compare the built-in proposers with plain decoding on a real model.")(demo_command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

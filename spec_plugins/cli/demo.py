@@ -1,0 +1,42 @@
+"""``spec-plugins demo``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spec_plugins.cli.output import AsJson, require, show_json
+from spec_plugins.errors import UnsupportedError
+
+__all__ = ["demo_command"]
+
+
+def demo_command(
+    model: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the model.")],
+    data: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the prompts.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("demo-out"),
+    engine: Annotated[
+        str, typer.Option(help="Which engine to run in; today: transformers.")
+    ] = "transformers",
+    minutes: Annotated[float, typer.Option(min=0.1, help="About how long it may take.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    from spec_plugins.support import ENGINES, find_engine
+
+    key = find_engine(engine)
+    if key != "transformers":
+        raise UnsupportedError(
+            f"the demo cannot run in {ENGINES[key].title} in this version; use --engine transformers"
+        )
+    require("spec_plugins.evaluation.demo", "evaluate,transformers")
+    require("spec_plugins.adapters.transformers", "evaluate,transformers")
+    from spec_plugins.evaluation.demo import run
+
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        figures = run(model, data, out, key, minutes)
+    if as_json:
+        show_json(figures)

@@ -1,0 +1,79 @@
+"""``spec-plugins explain``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spec_plugins.cli.output import AsJson, console, show_json, show_table
+
+if TYPE_CHECKING:
+    from spec_plugins.support import Explanation
+
+__all__ = ["explain_command"]
+
+
+def explain_command(
+    engine: Annotated[str, typer.Argument(help="transformers, vllm, sglang or tensorrt-llm.")],
+    method: Annotated[
+        str | None,
+        typer.Argument(help="A registered proposer, or a method such as eagle3. Without it: all of them."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    from spec_plugins.support import explain, explain_all
+
+    if method is not None:
+        found = explain(engine, method)
+        if as_json:
+            show_json(asdict(found))
+        else:
+            _show(found)
+        return
+    every = explain_all(engine)
+    if as_json:
+        show_json([asdict(e) for e in every])
+        return
+    show_table(
+        ("method", "route", "how, or why not"),
+        [(e.method, e.route or "none yet", _how(e)) for e in every],
+    )
+
+
+def _how(e: Explanation) -> str:
+    if e.route is None:
+        return f"plugin: {e.plugin} Nearest: {e.nearest or 'nothing'}"
+    return e.plugin if e.route == "plugin" else e.native
+
+
+def _show(e: Explanation) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from spec_plugins.support import ENGINES, METHODS
+
+    about = METHODS.get(e.method)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    rows: list[tuple[str, str]] = [("route", e.route or "none yet")]
+    if e.route == "plugin":
+        rows += [("why", e.plugin), ("native", e.native), ("uses", _uses(e))]
+    elif e.route == "native":
+        rows += [("why", e.native), ("plugin", e.plugin)]
+    else:
+        rows += [("plugin", e.plugin), ("native", e.native), ("nearest", e.nearest or "nothing")]
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    out = console()
+    title = f"{e.method} on {ENGINES[e.engine].title}{f': {about.summary}' if about else ''}"
+    out.print(title, markup=False)
+    out.print(table)
+
+
+def _uses(e: Explanation) -> str:
+    if e.takes is None:
+        return "what its options ask for"
+    return ", ".join(f"{name} {'yes' if used else 'no'}" for name, used in e.takes.items())

@@ -1,0 +1,102 @@
+"""What an adapter relies on inside its engine, written down so that it can be checked without running it.
+
+Each adapter lists its own in ``adapters/<engine>/hooks.py``, as ``HOOKS``. That module imports nothing but
+this one, so that it can be read where the engine, and so the adapter, cannot be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Hook", "HookStatus", "check", "hooks_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One function, class or attribute of an engine."""
+
+    path: str
+    """``module:attribute.path``; where its name differs between versions, ``module:A.new|A.old``."""
+    parameters: tuple[str, ...] | None
+    """Parameters that must be there, in this order, ``new|old`` where the name differs; others must have a
+    default. ``None``: the attribute need only exist."""
+    versions: str
+    """Which versions of the engine it was seen in."""
+    purpose: str
+    """What the adapter does with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookStatus:
+    """What became of a hook in the installed engine."""
+
+    hook: Hook
+    status: Literal["ok", "missing", "changed"]
+    detail: str = ""
+    """What is wrong, empty where nothing is."""
+
+
+def check(hook: Hook) -> HookStatus:
+    """Compare a hook with the installed engine; imports the engine's module. Never raises."""
+    module_name, _, attributes = hook.path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # an engine's import may raise anything
+        return HookStatus(hook, "missing", f"cannot import {module_name}: {type(error).__name__}: {error}")
+    found = _first(module, attributes.split("|"))
+    if found is None:
+        return HookStatus(hook, "missing", f"{module_name} has no {attributes.replace('|', ' or ')}")
+    if hook.parameters is None:
+        return HookStatus(hook, "ok")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        return HookStatus(hook, "changed", f"has no signature: {error}")
+    detail = _differs(list(signature.parameters.values()), hook.parameters)
+    return HookStatus(hook, "changed" if detail else "ok", detail)
+
+
+def hooks_of(engine_package: str) -> tuple[Hook, ...]:
+    """The hooks of the adapter in ``adapters/<engine_package>``, without importing the adapter."""
+    from spec_plugins import adapters
+
+    for folder in adapters.__path__:
+        file = Path(folder) / engine_package / "hooks.py"
+        spec = importlib.util.spec_from_file_location(f"{adapters.__name__}._{engine_package}_hooks", file)
+        if file.is_file() and spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return tuple(module.HOOKS)
+    return ()
+
+
+def _first(module: Any, paths: list[str]) -> Any:
+    for path in paths:
+        found = module
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _differs(parameters: list[inspect.Parameter], wanted: tuple[str, ...]) -> str:
+    """How a signature differs from what is wanted; empty where it does not."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in parameters if p.kind not in variable and p.name not in ("self", "cls")]
+    names = [p.name for p in named]
+    places = []
+    for choice in wanted:
+        place = next((names.index(name) for name in choice.split("|") if name in names), None)
+        if place is None:
+            return f"no longer takes {choice.replace('|', ' or ')}; takes {', '.join(names) or 'nothing'}"
+        places.append(place)
+    if places != sorted(places):
+        return f"takes its parameters in another order: {', '.join(names)}"
+    required = [p.name for i, p in enumerate(named) if i not in places and p.default is p.empty]
+    return f"now requires {', '.join(required)}" if required else ""
