@@ -69,13 +69,13 @@ def proposal_cost(context: Context) -> Result:
             for i in range(BATCH):
                 start = (i * 104_729) % (len(stream) - token_ids.shape[1])
                 token_ids[i] = stream[start : start + token_ids.shape[1]]
-            config = Config(num_speculative_tokens=8, max_draft_nodes=32 if name == "lookahead" else 8)
+            proposer = registry().create(name.split()[0], options)
+            config = Config(num_speculative_tokens=8)
             target = Target(
                 vocab_size=49_152, max_model_len=token_ids.shape[1], max_num_seqs=BATCH,
-                num_speculative_tokens=8, max_draft_nodes=config.draft_nodes,
+                num_speculative_tokens=8, max_draft_nodes=config.draft_nodes(proposer),
                 provides=frozenset({Need.TREES}),
             )  # fmt: skip
-            proposer = registry().create(name.split()[0], options)
             driver = Driver(proposer, target, config)
             own: list[float] = []
             inner = proposer.propose

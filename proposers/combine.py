@@ -62,6 +62,11 @@ class CombineProposer(Proposer):
         return tuple(source for p in self.parts for source in p.sources)
 
     @property
+    def draft_nodes(self) -> int:
+        together = sum if self.mode == "merged" else max
+        return together(p.draft_nodes for p in self.parts)
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         wanted = {p.aux_layers for p in self.parts if p.aux_layers}
         if len(wanted) > 1:

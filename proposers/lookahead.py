@@ -1,10 +1,10 @@
 """Lookahead decoding: n-grams that the target itself wrote, or would have (arXiv 2402.02057).
 
-Where the host verifies trees and reports the target's predictions (the embedded engine, SGLang), a
-Jacobi window runs beside the guesses. It needs no attention mask of its own: column ``i`` of level 0 is
-a chain, and each deeper level hangs on the one above, so the window *is* a tree draft, whose nodes the
-target may even accept. Where the host verifies chains, n-grams come from the committed text and, if the
-host reports them, from the target's predictions after rejected draft tokens.
+Where the host verifies trees and reports the target's predictions (the embedded engine), a Jacobi window
+runs beside the guesses. It needs no attention mask of its own: column ``i`` of level 0 is a chain, and
+each deeper level hangs on the one above, so the window *is* a tree draft, whose nodes the target may even
+accept. Where the host verifies chains, n-grams come from the committed text and, if the host reports
+them, from the target's predictions after rejected draft tokens.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ class LookaheadProposer(Proposer):
     """Needs no model and no training: drafts n-grams that the target wrote or predicted before.
 
     With a window, a step verifies up to ``window · (ngram - 1)`` tokens beside the guesses, so
-    ``max_draft_nodes`` should be at least ``(window + guesses) · (ngram - 1)``; what does not fit is left
-    out, the window first. Cost: about 2 µs a request, plus 0.1 µs a node and new token. Memory: the pool,
-    ``pool_sets · (2 + guesses · ngram) · 4`` bytes a request.
+    ``max_draft_nodes`` is ``(window + guesses) · (ngram - 1)`` by default; of what does not fit under a
+    smaller one, the window is left out first. Cost: about 2 µs a request, plus 0.1 µs a node and new
+    token. Memory: the pool, ``pool_sets · (2 + guesses · ngram) · 4`` bytes a request.
     """
 
     bounded = True
@@ -228,6 +228,10 @@ class LookaheadProposer(Proposer):
     @property
     def sources(self) -> tuple[str, ...]:
         return (f"{self.name}:guesses", f"{self.name}:window")
+
+    @property
+    def draft_nodes(self) -> int:
+        return (self.window + self.guesses) * (self.ngram - 1)
 
     def load(self, target: Target) -> None:
         """Compile, and see whether the window can run here."""

@@ -84,7 +84,7 @@ class Config(BaseModel):
             ge=1,
             le=1024,
             description="The most draft tokens of a request in one step over all branches of a tree, where "
-            "the engine verifies trees. Default: num_speculative_tokens.",
+            "the engine verifies trees. Default: the proposer's own, at least num_speculative_tokens.",
         ),
     ] = None
     policy: Annotated[
@@ -107,10 +107,9 @@ class Config(BaseModel):
             )
         return self
 
-    @property
-    def draft_nodes(self) -> int:
-        """:attr:`max_draft_nodes`, or its default."""
-        return self.max_draft_nodes or self.num_speculative_tokens
+    def draft_nodes(self, proposer: Proposer) -> int:
+        """:attr:`max_draft_nodes`, or what the proposer suggests, but no less than the longest chain."""
+        return self.max_draft_nodes or max(self.num_speculative_tokens, min(1024, proposer.draft_nodes))
 
     def create_proposer(self) -> Proposer:
         """Make the proposer; raises as :meth:`Registry.create` does."""

@@ -74,7 +74,7 @@ class Driver:
         self._trees, self._probabilities, self._predictions = (
             need in target.provides for need in (Need.TREES, Need.PROBABILITIES, Need.PREDICTIONS)
         )
-        self.policy = policy or FixedLength(config.num_speculative_tokens, config.max_draft_nodes)
+        self.policy = policy or FixedLength(config.num_speculative_tokens, config.draft_nodes(proposer))
         self._policy_learns = type(self.policy).observe is not Policy.observe
         contained = config.containment
         self.breaker = CircuitBreaker(

@@ -307,6 +307,12 @@ class Proposer(ABC):
         return (self.name,)
 
     @property
+    def draft_nodes(self) -> int:
+        """How many draft tokens it likes to have verified in a step, over all branches, where the host
+        verifies trees: the default of ``max_draft_nodes``. 0: as many as the longest chain."""
+        return 0
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Which layers :attr:`Step.aux_hidden_states` should come from."""
         return ()

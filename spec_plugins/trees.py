@@ -91,24 +91,24 @@ def principal_chains(drafts: Drafts) -> Drafts:
 def pack(drafts: list[Draft]) -> Drafts:
     """Pack well-formed drafts; copies each once."""
     n = len(drafts)
-    counts = np.array([len(d.tokens) for d in drafts], np.int32)
-    width = int(counts.max(initial=0))
+    lengths = [len(d.tokens) for d in drafts]
+    width = max(lengths, default=0)
     tokens = np.zeros((n, width), np.int32)
-    if width:
-        tokens[np.arange(width) < counts[:, None]] = np.concatenate([d.tokens for d in drafts])
+    for i, d in enumerate(drafts):
+        tokens[i, : lengths[i]] = d.tokens
     parents = sources = None
     if any(d.parents is not None for d in drafts):
         parents = chain_parents(n, width).copy()
         for i, d in enumerate(drafts):
             if d.parents is not None:
-                parents[i, : len(d)] = d.parents
+                parents[i, : lengths[i]] = d.parents
     if any(d.sources is not None for d in drafts):
         sources = np.zeros((n, width), np.int32)
         for i, d in enumerate(drafts):
             if d.sources is not None:
-                sources[i, : len(d)] = d.sources
+                sources[i, : lengths[i]] = d.sources
     probs = [d.probs for d in drafts] if any(d.probs is not None for d in drafts) else None
-    return Drafts(tokens, counts, parents, probs, sources)
+    return Drafts(tokens, np.array(lengths, np.int32), parents, probs, sources)
 
 
 @numba.njit(cache=True)

@@ -278,7 +278,8 @@ def _as_draft(draft: object, probabilities: bool) -> Draft | Fault:
     if tokens is None:
         return Fault.NOT_A_DRAFT
     parents, sources, probs = draft.parents, draft.sources, draft.probs
-    if parents is sources is None and probs is None and tokens is draft.tokens:  # no need of another
+    plain = parents is None and sources is None and probs is None
+    if plain and tokens is draft.tokens:  # no need of another
         return draft if len(tokens) <= _MOST_NODES else Draft(tokens[:_MOST_NODES])
     if parents is not None:
         parents = _as_ints(parents, 1)

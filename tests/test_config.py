@@ -168,8 +168,10 @@ def test_nothing_is_the_defaults() -> None:
     config = load_config()
     assert config == load_config({}) == load_config("{}") == Config()
     assert config.proposer == "suffix"
-    assert config.draft_nodes == config.num_speculative_tokens == 8
-    assert Config(max_draft_nodes=20).draft_nodes == 20
+    registered = Registry.discover()
+    assert config.draft_nodes(registered.create("ngram")) == config.num_speculative_tokens == 8
+    assert config.draft_nodes(registered.create("lookahead")) == 24
+    assert load_config({"max_draft_nodes": 12}).draft_nodes(registered.create("lookahead")) == 12
 
 
 def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

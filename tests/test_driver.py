@@ -443,6 +443,7 @@ def test_inline_an_exit_reaches_the_engine_and_leaves_the_driver_sound(answer: A
 
 def test_ctrl_c_while_a_proposer_works_reaches_the_engine() -> None:
     hang = Hanger()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
     def answer(step: Step) -> Any:
         main = threading.main_thread().ident
@@ -452,8 +453,11 @@ def test_ctrl_c_while_a_proposer_works_reaches_the_engine() -> None:
 
     toy = ThreadedToy(answer)
     host = Host(toy)
-    with pytest.raises(KeyboardInterrupt):
-        host.propose({"a": A})
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            host.propose({"a": A})
+    finally:
+        signal.signal(signal.SIGINT, before)
     toy.answer = chains(1)
     assert host.tokens({"a": A}) == [[]]  # the call is still out
     hang.release.set()

@@ -109,7 +109,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             provides=PROVIDES,
             num_speculative_tokens=config.num_speculative_tokens,
-            max_draft_nodes=config.draft_nodes,
+            max_draft_nodes=config.draft_nodes(proposer),
             model=self.model.name_or_path or None,
             device=str(self.model.device),
             dtype=str(self.model.dtype).removeprefix("torch."),
@@ -514,17 +514,25 @@ def load_model(
 
 def _check_model(model: Any, config: Any) -> None:
     kind = type(model).__name__
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedError(
+            f"{kind} takes no position_ids, so tokens of a tree cannot be placed; the embedded engine needs "
+            "a decoder that does, as most with rotary or learned positions do"
+        )
     if config._attn_implementation not in ("sdpa", "eager"):
         raise UnsupportedError(
             f"{kind} runs {config._attn_implementation!r} attention, which takes no tree mask; load it with "
             "attn_implementation='sdpa'"
         )
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if layers != {"full_attention"} or (window and not getattr(config, "layer_types", None)):
+    layers = set(
+        getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    )
+    if layers != {"full_attention"}:
         raise UnsupportedError(
-            f"{kind} has layers other than full attention ({', '.join(sorted(layers))}); the embedded "
-            "engine cannot take rejected tokens back from their caches. Serve it with vLLM or SGLang instead"
+            f"{kind} has layers of {', '.join(sorted(layers - {'full_attention'}))}; the embedded engine "
+            "takes full attention only, since it cannot take rejected tokens back from other caches. Serve "
+            "it with vLLM or SGLang instead"
         )
     if config.is_encoder_decoder:
         raise UnsupportedError(f"{kind} is an encoder-decoder; only decoders are supported")

@@ -14,7 +14,14 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'spec-plug
 pytest.importorskip("transformers", reason="needs transformers: pip install 'spec-plugins[transformers]'")
 
 from scipy import stats  # noqa: E402
-from transformers import MistralConfig, MistralForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from spec_plugins import ConfigError, Draft, Need, Proposer, Step, UnsupportedError  # noqa: E402
 from spec_plugins.adapters.transformers import Engine, SamplingParams, engine, generate  # noqa: E402
@@ -285,8 +292,35 @@ class TestModels:
                 sliding_window=8,
             )
         )
-        with pytest.raises(UnsupportedError, match="full attention"):
+        with pytest.raises(UnsupportedError, match="layers of sliding_attention"):
             Engine(windowed)
+
+    def test_models_without_positions_are_refused(self) -> None:
+        bloom = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
+        with pytest.raises(UnsupportedError, match="position_ids"):
+            Engine(bloom)
+
+    @pytest.mark.parametrize("family", ["gpt2", "qwen2", "gpt_neox"])
+    def test_other_families(self, family: str, prompts: list[list[int]]) -> None:
+        torch.manual_seed(2)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if family == "qwen2":
+            sizes["num_key_value_heads"] = 2
+        if family == "gpt2":
+            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+        config = AutoConfig.for_model(
+            family,
+            vocab_size=VOCAB,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            initializer_range=0.2,
+            **sizes,
+        )
+        other = AutoModelForCausalLM.from_config(config).to(torch.float64).eval()
+        want = plain(other, prompts, 24)
+        for spec in (None, SPECS["suffix"], SPECS["lookahead"]):
+            assert outputs(other, prompts, spec, max_new_tokens=24, max_num_seqs=3) == want
 
     def test_other_attention_is_refused(self, random_model: Any) -> None:
         other = random_model()

@@ -13,11 +13,11 @@ MAX_NEW_TOKENS = 96
 CONFIGS: dict[str, dict[str, Any]] = {
     "ngram": {"proposer": "ngram", "num_speculative_tokens": 4},
     "suffix": {"proposer": "suffix", "num_speculative_tokens": 8},
-    "lookahead": {"proposer": "lookahead", "num_speculative_tokens": 6, "max_draft_nodes": 18},
+    "lookahead": {"proposer": "lookahead", "num_speculative_tokens": 6},
     "combine": {
         "proposer": "combine",
         "num_speculative_tokens": 8,
-        "options": {"proposers": ["suffix", "lookahead"]},
+        "options": {"proposers": ["suffix", "ngram"], "min_tokens": 2},
     },
 }
 

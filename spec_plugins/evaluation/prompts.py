@@ -36,7 +36,7 @@ def _user(tag: str, text: str) -> TaggedPrompt:
 def humaneval(folder: Path) -> list[TaggedPrompt]:
     """The 164 problems of HumanEval, from ``humaneval.jsonl``."""
     return [
-        _user("humaneval", f"Complete this Python function.\n\n```python\n{line['prompt']}```")
+        _user("humaneval", f"Complete this function:\n{line['prompt']}")
         for line in _lines(folder / "humaneval.jsonl")
     ]
 
