@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.case import Context, Result, case, spread
-from spec_plugins.adapters.transformers import Engine, SamplingParams, speculate
-from spec_plugins.adapters.transformers.engine import load_model
+from spec_plugins.adapters.transformers import Engine, SamplingParams, load_model, speculate
 from spec_plugins.evaluation.prompts import humaneval, interleaved, mtbench
 
 K = 4

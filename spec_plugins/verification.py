@@ -99,14 +99,16 @@ def verify(
     drafts: Drafts,
     sampling: Sampling | None = None,
     generators: Sequence[torch.Generator | None] | None = None,
+    predictions: torch.Tensor | None = None,
 ) -> Verdict:
     """Verify drafts against the target's logits, ``[n, slots, vocab]``.
 
     Takes :func:`verify_greedy` where ``sampling`` is ``None`` or greedy throughout (one pass over the
-    logits), else :func:`target_probs` and :func:`verify_sampled`. Raises what those raise.
+    logits, or none where their argmax is given as ``predictions``), else :func:`target_probs` and
+    :func:`verify_sampled`. Raises what those raise.
     """
     if sampling is None or (sampling.temperature == 0).all():
-        return verify_greedy(logits.argmax(-1), drafts)
+        return verify_greedy(logits.argmax(-1) if predictions is None else predictions, drafts)
     if generators is None:
         generators = [None] * len(drafts)
     return verify_sampled(target_probs(logits, sampling), drafts, generators)

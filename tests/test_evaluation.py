@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spe
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'spec-plugins[evaluate]'")
 
 from spec_plugins import ConfigError  # noqa: E402
-from spec_plugins.adapters.transformers.engine import load_model  # noqa: E402
+from spec_plugins.adapters.transformers import load_model  # noqa: E402
 from spec_plugins.config import load_config  # noqa: E402
 from spec_plugins.evaluation import comparison, demo, prompts, report  # noqa: E402
 

@@ -15,10 +15,11 @@ from typing import Any
 from spec_plugins.adapters.transformers.custom_generate import speculate
 from spec_plugins.adapters.transformers.engine import Engine
 from spec_plugins.adapters.transformers.requests import Completion, Delta, Prompt, SamplingParams
+from spec_plugins.adapters.transformers.target_model import load_model
 from spec_plugins.config import Config
 from spec_plugins.proposer import Proposer
 
-__all__ = ["Completion", "Delta", "Engine", "Prompt", "SamplingParams", "generate", "speculate"]
+__all__ = ["Completion", "Delta", "Engine", "Prompt", "SamplingParams", "generate", "load_model", "speculate"]
 
 
 def generate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections import deque
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_plugins.adapters.transformers.kv_cache import RowCache
 from spec_plugins.adapters.transformers.requests import (
     Completion,
     Delta,
@@ -23,15 +21,15 @@ from spec_plugins.adapters.transformers.requests import (
     Request,
     SamplingParams,
 )
+from spec_plugins.adapters.transformers.target_model import TargetModel, load_model
 from spec_plugins.config import Config, load_config
 from spec_plugins.driver import Driver
-from spec_plugins.errors import ConfigError, UnsupportedError
-from spec_plugins.proposer import Drafts, IntArray, Need, Packed, Proposer, Sampling, Target
+from spec_plugins.errors import ConfigError
+from spec_plugins.proposer import Drafts, IntArray, Need, Packed, Proposer, Sampling
 from spec_plugins.token_store import TokenStore
-from spec_plugins.trees import ancestor_masks, node_depths
 from spec_plugins.verification import Verdict, verify
 
-__all__ = ["Engine", "load_model"]
+__all__ = ["Engine"]
 
 PROVIDES = frozenset(Need)
 """This engine gives a proposer everything the contract knows."""
@@ -72,16 +70,8 @@ class Engine:
             model, tokenizer = load_model(model, tokenizer, dtype)
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs: {max_num_seqs} is out of range; set it to at least 1")
-        self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
-        config = model.config.get_text_config()
-        _check_model(model, config)
-        self.max_model_len = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self._cache_keyword = (
-            "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        )
-        self.cache = RowCache(config.num_hidden_layers, max_num_seqs)
+        self.tokenizer, self.max_num_seqs = tokenizer, max_num_seqs
+        self.target = TargetModel(model, tokenizer, max_num_seqs)
         self.tokens = TokenStore(max_num_seqs)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -102,22 +92,12 @@ class Engine:
             )
         proposer = proposer or config.create_proposer()
         self._wanted = proposer.needs | proposer.uses
-        text = self.model.config.get_text_config()
-        target = Target(
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
+        self.target.gives_hidden_states = bool({Need.HIDDEN_STATES, Need.AUX_HIDDEN_STATES} & self._wanted)
+        target = self.target.describe(
             provides=PROVIDES,
+            max_num_seqs=self.max_num_seqs,
             num_speculative_tokens=config.num_speculative_tokens,
             max_draft_nodes=config.draft_nodes(proposer),
-            model=self.model.name_or_path or None,
-            device=str(self.model.device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            hidden_size=text.hidden_size,
-            num_layers=text.num_hidden_layers,
-            eos_token_ids=self.eos_token_ids,
-            embeddings=lambda: self.model.get_input_embeddings().weight,
-            lm_head=lambda: self.model.get_output_embeddings().weight,
         )
         self.driver = Driver(proposer, target, config)
 
@@ -186,17 +166,19 @@ class Engine:
         tokens = self.encode(prompt)
         if not tokens:
             raise ConfigError(f"prompt {index} is empty; give at least one token")
-        if len(tokens) >= self.max_model_len:
+        if len(tokens) >= self.target.max_model_len:
             raise ConfigError(
-                f"prompt {index} has {len(tokens)} tokens; the model takes {self.max_model_len}, its "
+                f"prompt {index} has {len(tokens)} tokens; the model takes {self.target.max_model_len}, its "
                 "answer included"
             )
-        bad = [t for t in tokens if not 0 <= t < self.vocab_size]
+        bad = [t for t in tokens if not 0 <= t < self.target.vocab_size]
         if bad:
-            raise ConfigError(f"prompt {index}: token {bad[0]} is not in the vocabulary of {self.vocab_size}")
+            raise ConfigError(
+                f"prompt {index}: token {bad[0]} is not in the vocabulary of {self.target.vocab_size}"
+            )
         request = Request(index, f"{next(self._ids)}", tokens, params)
         if params.temperature > 0:
-            request.generator = torch.Generator(self.model.device)
+            request.generator = torch.Generator(self.target.device)
             if params.seed is None:
                 request.generator.seed()
             else:
@@ -263,14 +245,11 @@ class Engine:
             self._commit(drafts, verdict, time.perf_counter() - started)
 
     def _prefill(self, request: Request) -> None:
-        row = len(self.running)
-        length = len(request.prompt)
-        self.cache.prefill(row, length)
-        ids = torch.tensor([request.prompt], device=self.model.device)
-        output = self._forward(ids, torch.arange(length, device=ids.device)[None], None, logits_to_keep=1)
+        output = self.target.prefill(len(self.running), request.prompt)
         self.running.append(request)
         self.tokens.append(request.request_id, request.prompt)
-        self._keep_states(request.request_id, output, 0, torch.arange(length, device=ids.device))
+        if output.hidden_states is not None:
+            self._keep_states(request.request_id, output, 0, np.arange(len(request.prompt)))
         verdict = verify(output.logits, Drafts.empty(1), _sampling([request]), [request.generator])
         self._append(request, verdict.tokens[0, :1].tolist())
         if request.finish_reason:
@@ -298,86 +277,36 @@ class Engine:
     def _limit(self, request: Request) -> int:
         """The deepest draft position of any use: each step commits one token more than it accepts."""
         params = request.params
-        room = min(params.max_new_tokens - len(request.output), self.max_model_len - request.length) - 1
+        room = (
+            min(params.max_new_tokens - len(request.output), self.target.max_model_len - request.length) - 1
+        )
         cap = params.num_speculative_tokens
         return max(0, room if cap is None else min(room, cap))
 
     def _verify(self, drafts: Drafts) -> Verdict:
-        """One forward pass over the last committed token and every draft token of each request."""
-        n, width = len(self.running), int(drafts.counts.max(initial=0))
-        device = self.model.device
+        """One target forward, and what becomes of the drafts."""
         lengths = np.array([r.length - 1 for r in self.running])  # what the cache holds
-        ids = np.zeros((n, width + 1), np.int64)
-        ids[:, 0] = [r.output[-1] for r in self.running]
-        ids[:, 1:] = np.where(np.arange(width) < drafts.counts[:, None], drafts.tokens[:, :width], 0)
-        extent = int(lengths.max()) + width + 1
-        slot = np.arange(width + 1)
-        if drafts.parents is None:
-            depths = slot[None]
-            mask = np.arange(extent) <= (lengths[:, None] + depths)[:, :, None]
-        else:
-            parents = np.ascontiguousarray(drafts.parents[:, :width])
-            depths = np.pad(node_depths(parents, drafts.counts), ((0, 0), (1, 0)))
-            mask = np.repeat((np.arange(extent) < lengths[:, None])[:, None], width + 1, axis=1)
-            for i, tree in enumerate(ancestor_masks(parents, drafts.counts)):
-                mask[i, :, lengths[i] : lengths[i] + width + 1] = tree
-        self.cache.decode(torch.as_tensor(lengths[:, None] + slot, device=device), extent)
-        output = self._forward(
-            torch.as_tensor(ids, device=device),
-            torch.as_tensor(lengths[:, None] + depths, device=device),
-            self._mask(torch.as_tensor(mask, device=device)[:, None]),
-        )
+        output = self.target.verify([r.output[-1] for r in self.running], lengths, drafts)
         self.forwards += 1
-        verdict = verify(output.logits, drafts, _sampling(self.running), [r.generator for r in self.running])
-        self._keep_verified(drafts, verdict, output, lengths)
+        best = output.logits.argmax(-1)
+        verdict = verify(
+            output.logits, drafts, _sampling(self.running), [r.generator for r in self.running], best
+        )
+        self.target.keep(lengths, drafts, verdict)
+        if Need.PREDICTIONS in self._wanted:
+            told = best.to("cpu", torch.int32).numpy()
+            self._predictions = {
+                r.request_id: told[i, : drafts.counts[i] + 1] for i, r in enumerate(self.running)
+            }
+        if output.hidden_states is not None:
+            for i, request in enumerate(self.running):
+                slots = np.append(0, verdict.path[i, : verdict.accepted[i]] + 1)
+                self._keep_states(request.request_id, output, i, slots)
         return verdict
 
-    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        if self.model.config.get_text_config()._attn_implementation == "sdpa":
-            return visible
-        least = torch.finfo(self.model.dtype).min
-        return torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, least)
-
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> Any:
-        wanted = {Need.HIDDEN_STATES, Need.AUX_HIDDEN_STATES} & self._wanted
-        return self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            output_hidden_states=bool(wanted),
-            **{self._cache_keyword: self.cache},
-            **kwargs,
-        )
-
-    def _keep_verified(self, drafts: Drafts, verdict: Verdict, output: Any, lengths: Any) -> None:
-        """Move accepted tree paths into place, and keep what the proposer wants to see."""
-        device = self.model.device
-        if drafts.parents is not None:
-            depth = verdict.path.shape[1]
-            moved = (verdict.path >= 0) & (verdict.path != np.arange(depth))
-            rows, at = np.nonzero(moved)
-            if len(rows):
-                first = lengths[rows] + 1
-                self.cache.move(
-                    torch.as_tensor(rows, device=device),
-                    torch.as_tensor(first + verdict.path[rows, at], device=device),
-                    torch.as_tensor(first + at, device=device),
-                )
-        if Need.PREDICTIONS in self._wanted:
-            best = output.logits.argmax(-1).to("cpu", torch.int32).numpy()
-            self._predictions = {
-                r.request_id: best[i, : drafts.counts[i] + 1] for i, r in enumerate(self.running)
-            }
-        for i, request in enumerate(self.running):
-            slots = torch.as_tensor(np.append(0, verdict.path[i, : verdict.accepted[i]] + 1), device=device)
-            self._keep_states(request.request_id, output, i, slots)
-
-    def _keep_states(self, request_id: str, output: Any, row: int, slots: torch.Tensor) -> None:
-        if output.hidden_states is None or self.driver is None:
-            return
+    def _keep_states(self, request_id: str, output: Any, row: int, slots: Any) -> None:
+        """Keep the hidden states of committed tokens for the proposer's next step."""
+        assert self.driver is not None
         states = output.hidden_states
         layers = self.driver.proposer.aux_layers
         self._states[request_id] = (
@@ -432,12 +361,14 @@ class Engine:
             kept += 1
             request.output.append(token)
             stopped = request.detokenizer.add(token) if request.detokenizer is not None else False
-            ended = token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
+            ended = token in params.stop_token_ids or (
+                token in self.target.eos_token_ids and not params.ignore_eos
+            )
             if request.stop_when is not None:
                 ended = request.stop_when(request.output) or ended
             if stopped or ended:
                 request.finish_reason = "stop"
-            elif len(request.output) >= params.max_new_tokens or request.length >= self.max_model_len:
+            elif len(request.output) >= params.max_new_tokens or request.length >= self.target.max_model_len:
                 request.finish_reason = "length"
             if request.finish_reason:
                 if request.detokenizer is not None and not stopped:
@@ -449,7 +380,7 @@ class Engine:
         """Free a request's row by moving the last one into it."""
         row, last = self.running.index(request), self.running[-1]
         if last is not request:
-            self.cache.copy_row(len(self.running) - 1, row, last.length)
+            self.target.cache.copy_row(len(self.running) - 1, row, last.length)
             self.running[row] = last
         self.running.pop()
         self.tokens.discard(request.request_id)
@@ -493,56 +424,3 @@ def _overhang(text: str, stop: Sequence[str]) -> int:
     return max(
         (n for s in stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0
     )
-
-
-def load_model(
-    model: str | Path, tokenizer: Any = None, dtype: str | torch.dtype = "auto"
-) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a folder or hub name.
-
-    Raises:
-        ConfigError: it cannot be loaded, with the reason.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        return loaded, tokenizer or AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {str(model)!r} cannot be loaded: {error}") from error
-
-
-def _check_model(model: Any, config: Any) -> None:
-    kind = type(model).__name__
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedError(
-            f"{kind} takes no position_ids, so tokens of a tree cannot be placed; the embedded engine needs "
-            "a decoder that does, as most with rotary or learned positions do"
-        )
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise UnsupportedError(
-            f"{kind} runs {config._attn_implementation!r} attention, which takes no tree mask; load it with "
-            "attn_implementation='sdpa'"
-        )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    layers = set(
-        getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    )
-    if layers != {"full_attention"}:
-        raise UnsupportedError(
-            f"{kind} has layers of {', '.join(sorted(layers - {'full_attention'}))}; the embedded engine "
-            "takes full attention only, since it cannot take rejected tokens back from other caches. Serve "
-            "it with vLLM or SGLang instead"
-        )
-    if config.is_encoder_decoder:
-        raise UnsupportedError(f"{kind} is an encoder-decoder; only decoders are supported")
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end tokens that the model's generation configuration names, else the tokenizer's."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

@@ -215,7 +215,7 @@ class TestGreedy:
 
     def test_a_cache_that_grows(self, model: Any, prompts: list[list[int]]) -> None:
         made = Engine(model, None, SPECS["suffix"], max_num_seqs=2)
-        made.cache.capacity = 8
+        made.target.cache.capacity = 8
         done = made.generate(prompts, SamplingParams(max_new_tokens=60))
         assert [a.token_ids for a in done] == plain(model, prompts, 60)
 
@@ -494,8 +494,8 @@ class TestSampling:
     def test_a_broken_verifier_is_caught(self, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         verify = engine.verify
 
-        def greedy_on_drafts(logits: Any, drafts: Any, sampling: Any, generators: Any) -> Verdict:
-            return verify(logits, drafts, None if drafts.counts.any() else sampling, generators)
+        def greedy_on_drafts(logits: Any, drafts: Any, sampling: Any, *rest: Any) -> Verdict:
+            return verify(logits, drafts, None if drafts.counts.any() else sampling, *rest)
 
         monkeypatch.setattr(engine, "verify", greedy_on_drafts)
         assert not self.is_exact(self.p_values(small, SPECS["ngram"]))

@@ -11,8 +11,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'spec-plugins[transformers]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'spec-plugins[transformers]'")
 
-from spec_plugins.adapters.transformers import Engine, SamplingParams  # noqa: E402
-from spec_plugins.adapters.transformers.engine import load_model  # noqa: E402
+from spec_plugins.adapters.transformers import (  # noqa: E402
+    Engine,
+    SamplingParams,
+    load_model,
+)
 from spec_plugins.evaluation import demo  # noqa: E402
 from spec_plugins.evaluation.prompts import humaneval, mtbench  # noqa: E402
 

@@ -38,7 +38,7 @@ def run(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from spec_plugins.adapters.transformers.engine import load_model
+    from spec_plugins.adapters.transformers import load_model
     from spec_plugins.evaluation import prompts, report
     from spec_plugins.evaluation.comparison import compare, machine
 
