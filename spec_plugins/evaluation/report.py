@@ -16,15 +16,7 @@ __all__ = ["as_json", "markdown", "table", "write"]
 
 POSITIONS = 4
 """Draft positions shown; the JSON has them all."""
-COLUMNS = (
-    "prompts",
-    "proposer",
-    "tokens/forward",
-    "accepted at 1 2 3 4",
-    "tokens/s",
-    "speed-up (quartiles)",
-    "identical",
-)
+COLUMNS = ("prompts", "proposer", "tok/forward", "accepted at 1–4", "tok/s", "speed-up", "identical")
 
 
 def as_json(results: Mapping[str, Measured], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +37,7 @@ def as_json(results: Mapping[str, Measured], about: Mapping[str, Any]) -> dict[s
     }
 
 
-def _rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _rows(data: Mapping[str, Any], quartiles: bool) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     tags = data["proposers"][BASELINE]["by_tag"]
     for tag in [*tags, "all"]:
@@ -53,6 +45,7 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
             s = figures["all"] if tag == "all" else figures["by_tag"][tag]
             accepted = figures["statistics"].get("acceptance_by_position", [])[:POSITIONS]
             low, _, high = s["speedup_quartiles"]
+            speedup = f"{s['speedup']:.2f}" + (f" ({low:.2f}–{high:.2f})" if quartiles else "")
             rows.append(
                 (
                     f"{tag} ({s['prompts']})",
@@ -60,7 +53,7 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     f"{s['tokens_per_forward']:.2f}",
                     " ".join(f"{a:.2f}" for a in accepted) if tag == "all" else "",
                     f"{s['tokens_per_second']:.1f}",
-                    "1" if name == BASELINE else f"{s['speedup']:.2f} ({low:.2f}–{high:.2f})",
+                    "" if name == BASELINE else speedup,
                     "" if name == BASELINE else f"{s['identical']}/{s['prompts']}",
                 )
             )
@@ -71,11 +64,11 @@ def table(data: Mapping[str, Any]) -> Table:
     """For the terminal."""
     from rich.table import Table
 
-    shown = Table(title="Speculative decoding against plain decoding, same prompts, in turn")
+    shown = Table(title="Speculation against plain decoding, same prompts, in turn")
     for column in COLUMNS:
-        shown.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
+        shown.add_column(column, justify="left" if column in COLUMNS[:2] else "right", no_wrap=True)
     before = ""
-    for row in _rows(data):
+    for row in _rows(data, quartiles=False):
         if before and row[0] != before:
             shown.add_section()
         before = row[0]
@@ -86,9 +79,12 @@ def table(data: Mapping[str, Any]) -> Table:
 def markdown(data: Mapping[str, Any]) -> str:
     """For documents, with what it was measured on."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row) + " |" for row in _rows(data)]
+    lines += ["| " + " | ".join(row) + " |" for row in _rows(data, quartiles=True)]
     about = "; ".join(f"{k} {v}" for k, v in data["about"].items())
-    return "\n".join([*lines, "", about, ""])
+    note = (
+        "Speed-up is of the sums, with quartiles over prompts; acceptance is of those drafted at a position."
+    )
+    return "\n".join([*lines, "", note, "", about, ""])
 
 
 def write(data: Mapping[str, Any], out: Path) -> list[Path]:
