@@ -47,7 +47,7 @@ def compare(context: Context, dtype: str) -> Result:
         f"embedded engine, ngram, {K} tokens": ours(spec),
         f"generate(custom_generate=…), ngram, {K} tokens": theirs(custom_generate=hooked),
     }
-    per_set = 1 if context.quick else 10
+    per_set = 1 if context.quick else 6
     chosen = interleaved(humaneval(context.data)[:per_set], mtbench(context.data)[:per_set])
     prompts = [
         tokenizer.apply_chat_template(

@@ -277,7 +277,6 @@ class Driver:
             drafts, faults = self._guard.call(functools.partial(self._call, step, stale, troubles))
         except LateError as late:
             failure = Fault.LATE, f"was late: {late}", None
-            troubles = []  # the proposer may still be adding to it
         except RaisedError as raised:
             failure = Fault.RAISED, f"raised {_words(raised.__cause__)}", raised.__cause__
         except BaseException:  # a signal, meant for the engine
@@ -334,8 +333,8 @@ class Driver:
         )
 
     def _forget(self, step: Step, stale: set[str]) -> None:
-        """Have the proposer forget everything it may know: its state can be anything now."""
-        self._stale = stale | self._seen.keys() | set(step.request_ids)
+        """Have the proposer forget every request: its state can be anything now."""
+        self._stale = stale | set(step.request_ids)
         self._seen = {}
 
     def _fault(self, fault: Fault, what: str, error: BaseException | None = None) -> None:

@@ -22,6 +22,7 @@ import importlib
 import inspect
 import io
 import json
+import logging
 import re
 import shlex
 import textwrap
@@ -119,6 +120,15 @@ def test_code_and_commands_run(
             assert printed is None or printed.strip() == block.text.strip(), block.where
         elif len(block.info) == 2:
             (tmp_path / block.info[1]).write_text(block.text, encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A page may quieten the log; the next test wants it."""
+    logger = logging.getLogger("spec_plugins")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def importable(*modules: str) -> bool:

@@ -354,13 +354,18 @@ def test_a_policy_learns_the_outcome_and_forgets_requests() -> None:
 def test_a_policy_is_asked_and_told_while_the_proposer_rests() -> None:
     clock = FakeClock()
     policy = Sliding([4], [4])
-    host = Host(Toy(raises(ValueError)), policy=policy, clock=clock, max_faults=1)
-    host.propose({"a": A})
-    host.propose({"a": A})
-    host.observe({"a": 0})
+
+    def answer(step: Step) -> Any:
+        clock.now += 0.25
+        raise ValueError
+
+    host = Host(Toy(answer), policy=policy, clock=clock, max_faults=1)
+    for _ in range(2):
+        host.propose({"a": A})
+        host.observe({"a": 0})
     assert len(policy.limits) == 2
-    assert policy.outcomes[0].propose_seconds == 0
-    assert policy.outcomes[0].drafted.tolist() == [0]
+    assert [o.propose_seconds for o in policy.outcomes] == [0.25, 0]
+    assert [o.drafted.tolist() for o in policy.outcomes] == [[0], [0]]
 
 
 def test_a_draft_over_budget_is_cut_and_no_reason_to_rest() -> None:
@@ -442,21 +447,29 @@ def test_inline_an_exit_reaches_the_engine_and_leaves_the_driver_sound(answer: A
 
 
 def test_ctrl_c_while_a_proposer_works_reaches_the_engine() -> None:
-    hang = Hanger()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    hang, pressed = Hanger(), threading.Event()
 
-    def answer(step: Step) -> Any:
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-        return hang(step)
+    def on_ctrl_c(*_: object) -> None:
+        if not pressed.is_set():
+            pressed.set()
+            raise KeyboardInterrupt
 
-    toy = ThreadedToy(answer)
+    def press(main: int) -> None:
+        hang.entered.wait()
+        while not pressed.wait(0.02):  # one that comes just before the engine's thread waits is not noticed
+            signal.pthread_kill(main, signal.SIGINT)
+
+    toy = ThreadedToy(hang)
     host = Host(toy)
+    before = signal.signal(signal.SIGINT, on_ctrl_c)
+    presser = threading.Thread(target=press, args=[threading.get_ident()], daemon=True)
+    presser.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             host.propose({"a": A})
     finally:
+        pressed.set()
+        presser.join(60)
         signal.signal(signal.SIGINT, before)
     toy.answer = chains(1)
     assert host.tokens({"a": A}) == [[]]  # the call is still out
@@ -572,7 +585,7 @@ def test_a_hang_in_finish_costs_no_more() -> None:
     assert toy.seen[-1].fresh == [4]
 
 
-def test_what_a_late_call_says_of_finish_is_not_counted() -> None:
+def test_what_finish_raises_after_the_call_was_late_is_not_counted() -> None:
     hang = Hanger()
 
     def fail_late(request_id: str) -> None:
