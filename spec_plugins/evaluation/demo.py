@@ -9,7 +9,7 @@ from spec_plugins.config import Config, load_config
 
 __all__ = ["CONFIGS", "MAX_NEW_TOKENS", "run"]
 
-MAX_NEW_TOKENS = 96
+MAX_NEW_TOKENS = 64
 CONFIGS: dict[str, dict[str, Any]] = {
     "ngram": {"proposer": "ngram", "num_speculative_tokens": 4},
     "suffix": {"proposer": "suffix", "num_speculative_tokens": 8},
@@ -35,6 +35,7 @@ def run(
     In float32, so that greedy output must be identical to plain decoding.
     """
     import torch
+    import transformers.utils.logging as quiet
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -42,6 +43,7 @@ def run(
     from spec_plugins.evaluation import prompts, report
     from spec_plugins.evaluation.comparison import compare, machine
 
+    quiet.disable_progress_bar()
     console = Console(stderr=True)
     mixed = prompts.interleaved(prompts.humaneval(data), prompts.mtbench(data))
     with console.status(f"loading {model.name}"):

@@ -48,10 +48,10 @@ def _rows(data: Mapping[str, Any], quartiles: bool) -> list[tuple[str, ...]]:
             speedup = f"{s['speedup']:.2f}" + (f" ({low:.2f}–{high:.2f})" if quartiles else "")
             rows.append(
                 (
-                    f"{tag} ({s['prompts']})",
+                    f"{s['prompts']} {tag}",
                     name,
                     f"{s['tokens_per_forward']:.2f}",
-                    " ".join(f"{a:.2f}" for a in accepted) if tag == "all" else "",
+                    " ".join(f"{a:.2f}".removeprefix("0") for a in accepted) if tag == "all" else "",
                     f"{s['tokens_per_second']:.1f}",
                     "" if name == BASELINE else speedup,
                     "" if name == BASELINE else f"{s['identical']}/{s['prompts']}",
@@ -61,17 +61,20 @@ def _rows(data: Mapping[str, Any], quartiles: bool) -> list[tuple[str, ...]]:
 
 
 def table(data: Mapping[str, Any]) -> Table:
-    """For the terminal."""
+    """For a terminal of 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    shown = Table(title="Speculation against plain decoding, same prompts, in turn")
-    for column in COLUMNS:
-        shown.add_column(column, justify="left" if column in COLUMNS[:2] else "right", no_wrap=True)
+    shown = Table(box=box.SIMPLE_HEAD, title="Speculation against plain decoding, same prompts, in turn")
+    shown.add_column("proposer", no_wrap=True)
+    for column in ("tokens/\nforward", "accepted\nat 1 2 3 4", "tok/s", "speed-up", "same\noutput"):
+        shown.add_column(column, justify="right", no_wrap=True)
     before = ""
-    for row in _rows(data, quartiles=False):
-        if before and row[0] != before:
+    for prompts, *row in _rows(data, quartiles=False):
+        if prompts != before:
             shown.add_section()
-        before = row[0]
+            shown.add_row(f"[bold]{prompts}[/]")
+        before = prompts
         shown.add_row(*row)
     return shown
 
