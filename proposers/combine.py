@@ -23,7 +23,8 @@ class CombineProposer(Proposer):
     ``ordered``: a request that one proposer drafts nothing for goes to the next, which sees the others
     too, with a budget of 0, so that its state stays fresh. ``merged``: the proposers share the budget in
     their order of preference; on a host without trees this is ``ordered``. Statistics are kept for each
-    proposer. Costs what its parts cost, plus about 2 µs a request where drafts are merged.
+    proposer. Costs what its parts cost, plus a merge of small trees for each
+    request where drafts are merged.
     """
 
     def __init__(

@@ -4,8 +4,7 @@ The idea is SuffixDecoding's (Oliaro et al., arXiv 2411.04975): whatever followe
 the end of the text, weighted by how often it did. It is looked up in suffix automata, as in SAM-Decoding
 (Hu et al., arXiv 2411.10666), because their links keep the match current in constant time a token, with
 neither a bound on its length nor a search. The request's own text and the cache are continued together,
-in one search for the likeliest paths: in 600 replayed answers of a 135M model, trees of 4.2 draft tokens
-on average gave 2.15 tokens a step, and 2.09 when each draft came from the better of the two alone.
+in one search for the likeliest paths, which accepts more than the better of the two alone.
 """
 
 from __future__ import annotations
