@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numba
@@ -114,6 +114,7 @@ class Driver:
         rows: IntArray,
         lengths: IntArray,
         *,
+        alive: Collection[str] = (),
         limits: IntArray | None = None,
         prompt_lengths: IntArray | None = None,
         tenants: Sequence[str] | None = None,
@@ -125,10 +126,13 @@ class Driver:
         """Drafts for the running requests; never raises over anything that the proposer does.
 
         Args:
-            request_ids: every running request, ``n`` of them; one that is no longer named is over.
+            request_ids: the requests of this step, ``n`` of them; one that is no longer named is over,
+                unless it is ``alive``.
             token_ids: ``[rows, capacity]`` int32, read only, not copied.
             rows: ``[n]``: each request's row.
             lengths: ``[n]``: its committed tokens.
+            alive: requests that are not over though they may be in no step: those waiting or preempted.
+                Their state is kept until :meth:`finish`.
             limits: ``[n]``: the deepest position the engine can take now; 0 for none. ``None``: no limit.
             prompt_lengths: ``[n]``; ``None``: what a request had when it was first seen.
             tenants, sampling, predictions, hidden_states, aux_hidden_states: see :class:`Step`.
@@ -137,10 +141,10 @@ class Driver:
             Checked drafts within budgets, in the order of ``request_ids``.
         """
         n, target = len(request_ids), self.target
-        now = self._begin(request_ids, lengths, prompt_lengths)
+        prompts = self._begin(request_ids, lengths, prompt_lengths, alive)
         seen = self._seen
         plan = np.empty((7, n), np.int32)
-        plan[_ROWS], plan[_LENGTHS], plan[_PROMPTS] = rows, lengths, list(now.values())
+        plan[_ROWS], plan[_LENGTHS], plan[_PROMPTS] = rows, lengths, prompts
         plan[_SEEN] = [seen.get(r, 0) for r in request_ids]
         plan[_LIMITS] = target.num_speculative_tokens if limits is None else limits
         plan[_BUDGETS], plan[_DEPTHS] = self.policy.budgets(request_ids, plan[_LIMITS])
@@ -151,6 +155,8 @@ class Driver:
                 self._stale.add(request_ids[i])
                 plan[_FRESH, i] = plan[_LENGTHS, i]
 
+        if n:
+            self.statistics.budget = asked / n
         self._propose_seconds = 0.0
         if not self._guard.free or self.breaker.resting:
             self.statistics.skipped_steps += n > 0
@@ -176,6 +182,7 @@ class Driver:
         accepted: IntArray,
         paths: IntArray | None = None,
         *,
+        verified: IntArray | None = None,
         step_seconds: float | None = None,
     ) -> None:
         """Report a verified step, before the next :meth:`propose`.
@@ -184,6 +191,8 @@ class Driver:
             request_ids: the requests that were in the forward pass, finishing ones included.
             accepted: ``[n]`` int32: draft tokens accepted; -1 where nothing was decoded (prefill).
             paths: ``[n, depth]`` int32: the accepted nodes, needed for trees. ``None``: chains.
+            verified: ``[n]`` int32, where the engine may have cut chains (a grammar, a full batch): how many
+                draft tokens of each were verified. ``None``: all that were handed out.
             step_seconds: how long the engine's whole step took.
         """
         pending, nodes, depths = self._pending, self._nodes, self._depths
@@ -195,13 +204,16 @@ class Driver:
                 self._strangers.add(r)
             rows.append(row if a >= 0 else -1)
         drafted, deepest = [nodes[row] for row in rows], [depths[row] for row in rows]
+        if verified is not None:
+            drafted = [min(d, v) for d, v in zip(drafted, verified.tolist(), strict=True)]
+            deepest = [min(d, v) for d, v in zip(deepest, drafted, strict=True)]
         if self._predictions:
             self._verified = {r: row for r, row in zip(request_ids, rows, strict=True) if row >= 0}
         sums = self.statistics.count(request_ids, deepest, drafted, answers)
         if self._handed.sources is None:
             self.statistics.count_source(self._sources[0], *sums)
         else:
-            self._count_sources(self._handed.sources, rows, answers, paths)
+            self._count_sources(self._handed.sources, rows, drafted, answers, paths)
         if self._policy_learns:
             self.policy.observe(
                 Outcome(
@@ -214,10 +226,41 @@ class Driver:
                 )
             )
 
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """These requests are over, though a new one may bear the name: for engines that say so."""
+        for r in request_ids:
+            self._prompts.pop(r, None)
+            self._strangers.discard(r)
+            self._pending.pop(r, None)
+            self._end(r)
+
+    @property
+    def requests_held(self) -> int:
+        """How many requests the proposer holds state for, those that it is yet to forget included."""
+        return len(self._seen.keys() | self._stale)
+
+    def gauges(self) -> dict[str, float]:
+        """What the proposer says of the state that it holds (:meth:`Proposer.gauges`); empty where it
+        cannot say. Takes a call of the proposer: not for every step."""
+        if not self._guard.free or self.breaker.resting:
+            return {}
+        try:
+            found = self._guard.call(self._gauges)
+        except (LateError, RaisedError):
+            return {}
+        return found
+
+    def _gauges(self) -> dict[str, float]:
+        return {str(name): float(value) for name, value in self.proposer.gauges().items()}
+
     def _begin(
-        self, request_ids: Sequence[str], lengths: IntArray, prompt_lengths: IntArray | None
-    ) -> dict[str, int]:
-        """Bring the set of running requests up to date; returns their prompt lengths."""
+        self,
+        request_ids: Sequence[str],
+        lengths: IntArray,
+        prompt_lengths: IntArray | None,
+        alive: Collection[str],
+    ) -> list[int]:
+        """Bring the set of running requests up to date; returns the prompt length of each."""
         before = self._prompts
         if prompt_lengths is not None:
             now = dict(zip(request_ids, prompt_lengths.tolist(), strict=True))
@@ -226,32 +269,44 @@ class Driver:
                 r: min(before.get(r, length), length)
                 for r, length in zip(request_ids, lengths.tolist(), strict=True)
             }
+        prompts = list(now.values())
         self._prompts = now
         gone = before.keys() - now.keys()
         if self._strangers:
             gone |= self._strangers - now.keys()
             self._strangers.clear()
         for r in gone:
-            if self._seen.pop(r, None) is not None:
-                self._stale.add(r)
-            self.statistics.finish(r)
-            self.policy.finish(r)
-        return now
+            if r not in alive:
+                self._end(r)
+            elif r in before:
+                now[r] = before[r]
+        return prompts
+
+    def _end(self, request_id: str) -> None:
+        if self._seen.pop(request_id, None) is not None:
+            self._stale.add(request_id)
+        self.statistics.finish(request_id)
+        self.policy.finish(request_id)
 
     def _count_sources(
-        self, sources: IntArray, rows: list[int], accepted: list[int], paths: IntArray | None
+        self,
+        sources: IntArray,
+        rows: list[int],
+        drafted: list[int],
+        accepted: list[int],
+        paths: IntArray | None,
     ) -> None:
         if paths is None:
             paths = np.tile(np.arange(sources.shape[1]), (len(rows), 1))
-        drafted, kept = _count_sources(
+        offered, kept = _count_sources(
             sources,
-            np.array(self._nodes, np.int32),
+            np.array(drafted, np.int32),
             np.array(rows, np.int32),
             np.array(accepted, np.int32),
             np.array(paths, np.int32, order="C"),  # a copy, since numba compiles anew for other layouts
             len(self._sources),
         ).tolist()
-        for name, d, k in zip(self._sources, drafted, kept, strict=True):
+        for name, d, k in zip(self._sources, offered, kept, strict=True):
             self.statistics.count_source(name, d, k)
 
     def _verified_draft(self, request_id: str) -> Draft | None:
@@ -266,7 +321,7 @@ class Driver:
             None if d.sources is None else _read_only(d.sources),
         )
 
-    def _ask(self, step: Step, asked: bool) -> Drafts:
+    def _ask(self, step: Step, asked: int) -> Drafts:
         """Call the proposer, contain what it does, check what it says."""
         n = len(step)
         stale, self._stale = self._stale, set()
@@ -296,7 +351,7 @@ class Driver:
             self._fault(*failure)
             return Drafts.empty(n)
 
-        self._seen = dict(zip(step.request_ids, step.lengths.tolist(), strict=True))
+        self._seen.update(zip(step.request_ids, step.lengths.tolist(), strict=True))
         for _, fault in faults:
             self.statistics.faults[fault] += 1
         bad = [fault for _, fault in faults if fault is not Fault.OVER_BUDGET]
@@ -334,7 +389,7 @@ class Driver:
 
     def _forget(self, step: Step, stale: set[str]) -> None:
         """Have the proposer forget every request: its state can be anything now."""
-        self._stale = stale | set(step.request_ids)
+        self._stale = stale | set(step.request_ids) | self._seen.keys()
         self._seen = {}
 
     def _fault(self, fault: Fault, what: str, error: BaseException | None = None) -> None:
@@ -385,19 +440,19 @@ _SEEN = _FRESH  # before it is clamped
 
 
 @numba.njit(cache=True)
-def _clamp(plan: IntArray, most_depth: int, most_nodes: int, trees: bool) -> tuple[bool, bool]:
+def _clamp(plan: IntArray, most_depth: int, most_nodes: int, trees: bool) -> tuple[bool, int]:
     """Bring budgets within limits, and turn tokens seen into fresh ones, in place.
 
-    Returns whether any request has fewer tokens than were seen, and whether any draft is asked for.
+    Returns whether any request has fewer tokens than were seen, and how many draft tokens are asked for.
     """
-    shorter, asked = False, False
+    shorter, asked = False, 0
     for i in range(plan.shape[1]):
         depth = max(0, min(plan[_DEPTHS, i], plan[_LIMITS, i], most_depth))
         nodes = max(0, min(plan[_BUDGETS, i], most_nodes if trees else depth)) if depth else 0
         fresh = plan[_LENGTHS, i] - plan[_SEEN, i]
         plan[_DEPTHS, i], plan[_BUDGETS, i], plan[_FRESH, i] = depth, nodes, fresh
         shorter |= fresh < 0
-        asked |= nodes > 0
+        asked += nodes
     return shorter, asked
 
 
@@ -413,18 +468,21 @@ def _words(error: BaseException | None) -> str:
 def _count_sources(
     sources: IntArray, counts: IntArray, rows: IntArray, accepted: IntArray, paths: IntArray, known: int
 ) -> npt.NDArray[np.int64]:
-    """``[2, known]``: draft tokens and accepted ones by source, the last for those out of range."""
+    """``[2, known]``: draft tokens and accepted ones by source, the last for those out of range.
+
+    ``counts`` and ``rows`` hold one entry a request: how many of its nodes were verified, and its row.
+    """
     figures = np.zeros((2, known), np.int64)
     for i in range(len(rows)):
         row = rows[i]
         if row < 0:
             continue
-        for j in range(counts[row]):
+        for j in range(counts[i]):
             k = sources[row, j]
             figures[0, k if 0 <= k < known else known - 1] += 1
         for a in range(min(accepted[i], paths.shape[1])):
             j = paths[i, a]
-            if 0 <= j < counts[row]:
+            if 0 <= j < counts[i]:
                 k = sources[row, j]
                 figures[1, k if 0 <= k < known else known - 1] += 1
     return figures

@@ -61,6 +61,8 @@ class Statistics:
     """How often the proposer was put to rest."""
     skipped_steps: int = 0
     """Steps without drafting because the proposer rested or was late."""
+    budget: float = 0.0
+    """Draft tokens allowed a request, the mean of the newest step."""
     by_source: dict[str, SourceStatistics] = field(default_factory=dict)
     recent_propose_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
     running: dict[str, RequestStatistics] = field(default_factory=dict)
@@ -172,6 +174,7 @@ class Statistics:
             "faults": {fault.value: n for fault, n in self.faults.items()},
             "rests": self.rests,
             "skipped_steps": self.skipped_steps,
+            "budget": self.budget,
             "sources": {
                 name: {"draft_tokens": s.draft_tokens, "accepted_tokens": s.accepted_tokens}
                 for name, s in self.by_source.items()

@@ -1182,3 +1182,90 @@ def test_the_driver_needs_no_configuration() -> None:
     assert driver.config == Config()
     drafts = driver.propose(["a"], np.array([A], np.int32), ints(0), ints(3))
     assert drafts[0].tokens.tolist() == [1]
+
+
+# ------------------------------------------------------------- requests that wait, drafts that are cut
+
+
+def test_a_request_that_is_alive_keeps_its_state_while_it_is_in_no_step() -> None:
+    toy = Toy(chains(1))
+    host = Host(toy)
+    host.propose({"a": [1, 2], "b": [5]})
+    host.propose({"a": [1, 2, 3]}, alive={"a", "b"})
+    host.propose({"a": [1, 2, 3, 4], "b": [5, 6]}, alive={"a", "b"})
+    assert toy.finished == []
+    assert toy.seen[-1].fresh == [1, 1]
+    host.propose({"a": [1, 2, 3, 4, 5]})
+    assert toy.finished == ["b"]
+
+
+def test_a_request_that_waits_keeps_its_prompt_length() -> None:
+    toy = Toy()
+    host = Host(toy)
+    host.propose({"a": [1, 2]})
+    host.propose({}, alive={"a"})
+    host.propose({"a": [1, 2, 3]}, alive={"a"})
+    assert toy.seen[-1].prompts == [2]
+
+
+def test_finish_ends_a_request_whose_name_is_used_again() -> None:
+    toy = Toy(chains(1))
+    host = Host(toy)
+    host.propose({"a": [1, 2]})
+    host.driver.finish(["a", "unknown"])
+    assert host.driver.requests_held == 1, "it is yet to forget it"
+    host.propose({"a": [3, 4, 5]}, alive={"a"})
+    assert toy.finished == ["a"]
+    assert toy.seen[-1].fresh == [3]
+
+
+def test_after_an_exception_requests_that_wait_are_forgotten_too() -> None:
+    toy = Toy(chains(1))
+    host = Host(toy)
+    host.propose({"a": [1], "b": [2]})
+    toy.answer = raises(PanicError)
+    host.propose({"a": [1, 2]}, alive={"b"})
+    toy.answer = chains(1)
+    host.propose({"a": [1, 2, 3], "b": [2, 3]}, alive={"b"})
+    assert sorted(toy.finished) == ["a", "b"]
+    assert toy.seen[-1].fresh == [3, 2]
+
+
+def test_draft_tokens_that_the_engine_cut_are_not_counted() -> None:
+    host = Host(Toy(chains(1, 2, 3, 4)))
+    host.propose({"a": [1], "b": [2], "c": [3]})
+    host.driver.observe(["a", "b", "c"], ints(2, 0, 0), verified=ints(2, 4, 0))
+    assert host.statistics.draft_tokens == 6
+    assert host.statistics.drafts == 2
+    assert host.statistics.drafted_by_position.tolist() == [2, 2, 1, 1]
+    assert host.statistics.accepted_by_position.tolist() == [1, 1, 0, 0]
+
+
+def test_cut_draft_tokens_are_not_credited_to_their_source() -> None:
+    def answer(step: Step) -> list[Draft]:
+        return [Draft(ints(7, 8, 9), sources=ints(0, 1, 1))]
+
+    class Two(Toy):
+        sources = ("first", "second")
+
+    host = Host(Two(answer))
+    host.propose({"a": [1]})
+    host.driver.observe(["a"], ints(1), verified=ints(2))
+    found = {name: (s.draft_tokens, s.accepted_tokens) for name, s in host.statistics.by_source.items()}
+    assert found == {"first": (1, 1), "second": (1, 0)}
+
+
+def test_gauges_of_a_proposer_that_cannot_say_are_empty() -> None:
+    toy = Toy()
+    driver = Host(toy).driver
+    assert driver.gauges() == {}
+    toy.gauges = lambda: {"bytes": 12}  # type: ignore[method-assign]
+    assert driver.gauges() == {"bytes": 12.0}
+    toy.gauges = lambda: {"bytes": "many"}  # type: ignore[method-assign,dict-item,return-value]
+    assert driver.gauges() == {}
+
+
+def test_the_budget_of_the_newest_step_is_known() -> None:
+    host = Host(Toy())
+    host.propose({"a": [1], "b": [2]}, limits=ints(3, 0))
+    assert host.statistics.snapshot()["budget"] == 1.5
