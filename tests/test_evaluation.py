@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spe
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'spec-plugins[evaluate]'")
 
 from spec_plugins import ConfigError  # noqa: E402
-from spec_plugins.adapters.transformers import load_model  # noqa: E402
+from spec_plugins.adapters.transformers import comparison_runner, load_model  # noqa: E402
 from spec_plugins.config import load_config  # noqa: E402
 from spec_plugins.evaluation import comparison, demo, prompts, report  # noqa: E402
 
@@ -48,9 +48,9 @@ def test_missing_prompts_name_the_fix(tmp_path: Path) -> None:
 def results(tiny_model_dir: Path, data: Path) -> dict[str, comparison.Measured]:
     model, tokenizer = load_model(tiny_model_dir, dtype=torch.float64)
     seen: list[float] = []
+    configs = {"none": None, "ngram": load_config("ngram"), "suffix": load_config("suffix")}
     measured = comparison.compare(
-        model, tokenizer,
-        {"ngram": load_config("ngram"), "suffix": load_config("suffix")},
+        {name: comparison_runner.EmbeddedRunner(model, tokenizer, c) for name, c in configs.items()},
         prompts.interleaved(prompts.humaneval(data), prompts.mtbench(data))[:3],
         max_new_tokens=12, seconds=600, progress=lambda share, done: seen.append(done),
     )  # fmt: skip
@@ -72,9 +72,8 @@ def test_every_configuration_sees_every_prompt(results: dict[str, comparison.Mea
 
 def test_time_is_kept(tiny_model_dir: Path, data: Path) -> None:
     model, tokenizer = load_model(tiny_model_dir, dtype=torch.float64)
-    measured = comparison.compare(
-        model, tokenizer, {}, prompts.humaneval(data), max_new_tokens=4, seconds=1e-9
-    )
+    runner = comparison_runner.EmbeddedRunner(model, tokenizer, None)
+    measured = comparison.compare({"none": runner}, prompts.humaneval(data), max_new_tokens=4, seconds=1e-9)
     assert len(measured["none"].seconds) == 1
 
 

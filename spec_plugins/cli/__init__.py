@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from spec_plugins import __version__
+from spec_plugins.cli.args import args_command
 from spec_plugins.cli.demo import demo_command
 from spec_plugins.cli.doctor import doctor_command
 from spec_plugins.cli.explain import explain_command
@@ -18,6 +19,7 @@ from spec_plugins.cli.generate import generate_command
 from spec_plugins.cli.list import list_command
 from spec_plugins.cli.output import show_error
 from spec_plugins.cli.schema import schema_command
+from spec_plugins.cli.serve import serve_command
 from spec_plugins.errors import SpecPluginsError
 
 __all__ = ["app", "main"]
@@ -62,6 +64,17 @@ def _top(
 
 app.command("list", help="Show the registered proposers, and which of them can be used here.")(list_command)
 app.command("explain", help="Say how a method runs on an engine: by which route, and why.")(explain_command)
+app.command("args", help="Print an engine's flags for a configuration, ready to be pasted.")(args_command)
+# Without -h, which would be found in the engine's own short options, vLLM's -dph say.
+app.command(
+    "serve",
+    short_help="Start an engine's own server with a proposer in it.",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": ["--help"],
+    },
+)(serve_command)
 app.command("schema", help="Print the JSON schema of the configuration.")(schema_command)
 app.command("generate", help="Complete prompts with a model on this machine, with speculation or without.")(
     generate_command

@@ -20,7 +20,7 @@ def demo_command(
     data: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the prompts.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("demo-out"),
     engine: Annotated[
-        str, typer.Option(help="Which engine to run in; today: transformers.")
+        str, typer.Option(help="Which engine to run in: transformers or vllm.")
     ] = "transformers",
     minutes: Annotated[float, typer.Option(min=0.1, help="About how long it may take.")] = 5.0,
     as_json: AsJson = False,
@@ -28,12 +28,12 @@ def demo_command(
     from spec_plugins.support import ENGINES, find_engine
 
     key = find_engine(engine)
-    if key != "transformers":
+    if key not in ("transformers", "vllm"):
         raise UnsupportedError(
-            f"the demo cannot run in {ENGINES[key].title} in this version; use --engine transformers"
+            f"the demo cannot run in {ENGINES[key].title} in this version; use --engine transformers or vllm"
         )
-    require("spec_plugins.evaluation.demo", "evaluate,transformers")
-    require("spec_plugins.adapters.transformers", "evaluate,transformers")
+    require("spec_plugins.evaluation.demo", f"evaluate,{key}")
+    require(f"spec_plugins.adapters.{ENGINES[key].package}.comparison_runner", f"evaluate,{key}")
     from spec_plugins.evaluation.demo import run
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

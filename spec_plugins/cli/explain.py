@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spec_plugins.cli.output import AsJson, console, show_json, show_table
+from spec_plugins.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from spec_plugins.support import Explanation
@@ -28,7 +30,7 @@ def explain_command(
     if method is not None:
         found = explain(engine, method)
         if as_json:
-            show_json(asdict(found))
+            show_json({**asdict(found), "flags": _flags(found)[0]})
         else:
             _show(found)
         return
@@ -61,8 +63,12 @@ def _show(e: Explanation) -> None:
     rows: list[tuple[str, str]] = [("route", e.route or "none yet")]
     if e.route == "plugin":
         rows += [("why", e.plugin), ("native", e.native), ("uses", _uses(e))]
+        flags, refusal = _flags(e)
+        rows += [("flags", shlex.join(flags) if flags else refusal)] if flags or refusal else []
     elif e.route == "native":
+        _, refusal = _flags(e)
         rows += [("why", e.native), ("plugin", e.plugin)]
+        rows += [("but", refusal)] if refusal else []
     else:
         rows += [("plugin", e.plugin), ("native", e.native), ("nearest", e.nearest or "nothing")]
     for name, text in rows:
@@ -71,6 +77,19 @@ def _show(e: Explanation) -> None:
     title = f"{e.method} on {ENGINES[e.engine].title}{f': {about.summary}' if about else ''}"
     out.print(title, markup=False)
     out.print(table)
+
+
+def _flags(e: Explanation) -> tuple[list[str] | None, str]:
+    """What to start the engine with, where it takes flags, or what stands against that."""
+    from spec_plugins.launch import example
+
+    try:
+        found = example(e)
+    except ConfigError as error:
+        return None, f"see `spec-plugins args` with a configuration; {error}"
+    except UnsupportedError as error:
+        return None, str(error)
+    return (found.flags if found else None), ""
 
 
 def _uses(e: Explanation) -> str:

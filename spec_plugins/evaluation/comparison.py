@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from spec_plugins.adapters.transformers import Engine, SamplingParams
 from spec_plugins.config import Config
+from spec_plugins.errors import UnsupportedError
 from spec_plugins.evaluation.prompts import TaggedPrompt
+from spec_plugins.support import ENGINES
 
-__all__ = ["BASELINE", "Measured", "compare", "machine"]
+__all__ = ["BASELINE", "Measured", "Runner", "compare", "machine", "open_runners"]
 
 BASELINE = "none"
 
@@ -72,15 +77,59 @@ def machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **_version("vllm"),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
+def _version(distribution: str) -> dict[str, str]:
+    try:
+        return {distribution: importlib.metadata.version(distribution)}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+
+
+class Runner(Protocol):
+    """Runs prompts, one at a time, in one engine with one configuration."""
+
+    config: Config | None
+    """``None``: without speculation."""
+
+    def generate(self, messages: Sequence[Mapping[str, str]], max_new_tokens: int) -> tuple[list[int], int]:
+        """Greedy token ids, and how many target forwards decoded them (prefill not counted)."""
+
+    def statistics(self) -> Mapping[str, Any]:
+        """The driver's figures, see :meth:`Statistics.snapshot`; empty without speculation."""
+
+
+def open_runners(
+    engine: str, model: Path, configs: Mapping[str, Config], say: Callable[[str], None]
+) -> AbstractContextManager[dict[str, Runner]]:
+    """Runners of an engine, in float32: one without speculation and one a configuration.
+
+    Args:
+        engine: a key of :data:`spec_plugins.support.ENGINES`.
+        say: told what takes so long.
+
+    Raises:
+        UnsupportedError: this version has none for that engine.
+    """
+    about = ENGINES[engine]
+    try:
+        module = importlib.import_module(f"spec_plugins.adapters.{about.package}.comparison_runner")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("spec_plugins."):
+            raise
+        raise UnsupportedError(f"nothing can be compared in {about.title} in this version") from error
+    opened: AbstractContextManager[dict[str, Runner]] = module.runners(
+        model, {BASELINE: None, **configs}, say
+    )
+    return opened
+
+
 def compare(
-    model: Any,
-    tokenizer: Any,
-    configs: Mapping[str, Config],
+    runners: Mapping[str, Runner],
     prompts: Sequence[TaggedPrompt],
     *,
     max_new_tokens: int,
@@ -93,15 +142,13 @@ def compare(
     favours none. At least one prompt is run.
 
     Args:
-        configs: by a name for the table; the baseline is added.
+        runners: by a name for the table, :data:`BASELINE` among them.
         seconds: begin no further prompt when the next would likely end after this.
         progress: called with the share of the time that is used and the prompts done.
     """
-    params = SamplingParams(max_new_tokens=max_new_tokens)
-    results = {name: Measured(name, config) for name, config in {BASELINE: None, **configs}.items()}
-    engines = {name: Engine(model, tokenizer, m.config, max_num_seqs=1) for name, m in results.items()}
-    for engine in engines.values():
-        engine.generate([list(prompts[0].messages)], SamplingParams(max_new_tokens=4))
+    results = {name: Measured(name, runner.config) for name, runner in runners.items()}
+    for runner in runners.values():
+        runner.generate(prompts[0].messages, 4)
     started = time.perf_counter()
     for done, prompt in enumerate(prompts):
         used = time.perf_counter() - started
@@ -111,18 +158,15 @@ def compare(
         outputs = {}
         names = list(results)
         for name in names[done % len(names) :] + names[: done % len(names)]:
-            engine, measured = engines[name], results[name]
-            forwards, begun = engine.forwards, time.perf_counter()
-            (answer,) = engine.generate([list(prompt.messages)], params)
+            measured, begun = results[name], time.perf_counter()
+            outputs[name], forwards = runners[name].generate(prompt.messages, max_new_tokens)
             measured.seconds.append(time.perf_counter() - begun)
-            measured.forwards.append(engine.forwards - forwards)
-            measured.tokens.append(len(answer.token_ids))
+            measured.forwards.append(forwards)
+            measured.tokens.append(len(outputs[name]))
             measured.tags.append(prompt.tag)
-            outputs[name] = answer.token_ids
         for name, measured in results.items():
             measured.identical.append(outputs[name] == outputs[BASELINE])
     progress(1.0, len(results[BASELINE].seconds))
     for name, measured in results.items():
-        driver = engines[name].driver
-        measured.statistics = driver.statistics.snapshot() if driver is not None else {}
+        measured.statistics = runners[name].statistics()
     return results

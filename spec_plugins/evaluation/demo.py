@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +35,23 @@ def run(
 
     In float32, so that greedy output must be identical to plain decoding.
     """
-    import torch
-    import transformers.utils.logging as quiet
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from spec_plugins.adapters.transformers import load_model
     from spec_plugins.evaluation import prompts, report
-    from spec_plugins.evaluation.comparison import compare, machine
+    from spec_plugins.evaluation.comparison import compare, machine, open_runners
 
-    quiet.disable_progress_bar()
     console = Console(stderr=True)
     mixed = prompts.interleaved(prompts.humaneval(data), prompts.mtbench(data))
-    with console.status(f"loading {model.name}"):
-        loaded, tokenizer = load_model(model, dtype=torch.float32)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
+    with contextlib.ExitStack() as stack:
+        with console.status(f"loading {model.name}") as status:
+            runners = stack.enter_context(open_runners(engine, model, configs(), status.update))
+        progress = stack.enter_context(
+            Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console)
+        )
         task = progress.add_task("compiling, then 0 prompts", total=1.0)
         results = compare(
-            loaded,
-            tokenizer,
-            configs(),
+            runners,
             mixed,
             max_new_tokens=MAX_NEW_TOKENS,
             seconds=minutes * 60,

@@ -1,0 +1,202 @@
+"""Where the adapter meets vLLM: the entry point of its plug-ins, and the methods that it wraps.
+
+Nothing is wrapped before a drafter of ours is made, but for the one that carries cache salts; each wrapper
+passes everything through where the runner's drafter is not ours. A method that is not as the hook table
+says is left alone, and said so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spec_plugins.adapters.vllm.hooks import AUX_HIDDEN_STATES, NEW_REQUEST, PROPOSE, UPDATE_STATES
+from spec_plugins.hooks import Hook, check
+
+__all__ = ["CACHE_SALT", "Installed", "install", "installed", "register", "salts_are_carried"]
+
+logger = logging.getLogger("spec_plugins")
+
+CACHE_SALT = "spec_plugins_cache_salt"
+"""Attribute of vLLM's ``NewRequestData`` in which a request's cache salt travels to the worker."""
+_OURS = "_spec_plugins_wraps"
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Which methods are wrapped in this process."""
+
+    propose: bool = False
+    update_states: bool = False
+    aux_hidden_states: bool = False
+
+
+_installed: Installed | None = None
+patching = True
+"""False where the runner is a subclass of the worker's own (:mod:`spec_plugins.adapters.vllm.worker`)."""
+
+
+def register() -> None:
+    """The entry point in ``vllm.general_plugins``: called in every process, any number of times.
+
+    Never raises.
+    """
+    try:
+        _log_as_vllm_does()
+        _wrap(NEW_REQUEST, _carry_salt)
+    except Exception:
+        logger.exception("the vLLM plug-in could not register; vLLM starts without it")
+
+
+def salts_are_carried() -> bool:
+    """Whether :func:`register` was let run here, and so in the scheduler's process too."""
+    return _is_wrapped(NEW_REQUEST)
+
+
+def install() -> Installed:
+    """Wrap the model runner's methods, once a process; returns which fit."""
+    global _installed  # noqa: PLW0603
+    if _installed is None:
+        if patching:
+            _installed = Installed(
+                _wrap(PROPOSE, _propose), _wrap(UPDATE_STATES, _update_states), _wrap(AUX_HIDDEN_STATES, _aux)
+            )
+        else:
+            _installed = Installed(*(_fits(hook) for hook in (PROPOSE, UPDATE_STATES, AUX_HIDDEN_STATES)))
+        _add_statistics()
+    return _installed
+
+
+def installed() -> Installed:
+    """What :func:`install` did."""
+    return _installed or Installed()
+
+
+def drafter_of(runner: Any) -> Any:
+    """A model runner's drafter where it is ours, else ``None``."""
+    from spec_plugins.adapters.vllm.drafter import Drafter
+
+    found = getattr(runner, "drafter", None)
+    return found if isinstance(found, Drafter) else None
+
+
+def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
+    def propose_draft_token_ids(
+        self: Any,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: Any,
+        sample_hidden_states: Any,
+        aux_hidden_states: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        drafter = drafter_of(self)
+        if drafter is None or not isinstance(sampled_token_ids, list):
+            return original(
+                self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states,
+                sample_hidden_states, aux_hidden_states, *args, **kwargs,
+            )  # fmt: skip
+        self._draft_probs = self._draft_prob_req_ids = None
+        return drafter.propose_for(
+            self, scheduler_output, sampled_token_ids, hidden_states, aux_hidden_states
+        )
+
+    return propose_draft_token_ids
+
+
+def _update_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _update_states(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = drafter_of(self)
+        if drafter is not None:
+            drafter.begin_step(scheduler_output)
+        return original(self, scheduler_output, *args, **kwargs)
+
+    return _update_states
+
+
+def _aux(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _setup_eagle3_aux_hidden_state_outputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = drafter_of(self)
+        if drafter is None or not drafter.aux_layers:
+            return original(self, *args, **kwargs)
+        self.model.set_aux_hidden_state_layers(tuple(drafter.aux_layers))
+        self.use_aux_hidden_state_outputs = True
+        return None
+
+    return _setup_eagle3_aux_hidden_state_outputs
+
+
+WRAPPERS = {PROPOSE: _propose, UPDATE_STATES: _update_states, AUX_HIDDEN_STATES: _aux}
+
+
+def _carry_salt(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original.__get__(None, cls)(request, *args, **kwargs)
+        salt = getattr(request, "cache_salt", None)
+        if salt is not None:
+            setattr(made, CACHE_SALT, salt)
+        return made
+
+    return from_request
+
+
+def _add_statistics() -> None:
+    """``llm.collective_rpc("spec_plugins_statistics")``: each worker's figures."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def spec_plugins_statistics(self: Any, request_id: str | None = None) -> dict[str, Any] | None:
+        drafter = drafter_of(getattr(self, "model_runner", None))
+        return None if drafter is None else drafter.statistics(request_id)
+
+    WorkerBase.spec_plugins_statistics = spec_plugins_statistics
+
+
+def _fits(hook: Hook) -> bool:
+    found = check(hook)
+    if found.status != "ok":
+        logger.warning("%s is not as expected (%s): %s is off", hook.path, found.detail, hook.purpose)
+    return found.status == "ok"
+
+
+def _place(hook: Hook) -> tuple[Any, str]:
+    module, _, path = hook.path.partition(":")
+    owner, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), owner), name
+
+
+def _is_wrapped(hook: Hook) -> bool:
+    owner, name = _place(hook)
+    found = owner.__dict__.get(name)
+    return hasattr(getattr(found, "__func__", found), _OURS)
+
+
+def _wrap(hook: Hook, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Wrap a method of a class, unless it is or does not fit; whether it is wrapped then."""
+    if not _fits(hook):
+        return False
+    if not _is_wrapped(hook):
+        owner, name = _place(hook)
+        found = owner.__dict__[name]
+        is_class_method = isinstance(found, classmethod)
+        inner = found.__func__ if is_class_method else found
+        made = functools.wraps(inner)(wrapper(found if is_class_method else inner))
+        setattr(made, _OURS, True)
+        setattr(owner, name, classmethod(made) if is_class_method else made)
+    return True
+
+
+def _log_as_vllm_does() -> None:
+    """Show our log lines as vLLM shows its own, unless the user set them up."""
+    theirs = logging.getLogger("vllm")
+    if logger.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        logger.addHandler(handler)
+    logger.setLevel(theirs.level)
+    logger.propagate = False

@@ -1,0 +1,245 @@
+"""Turns the state of vLLM's model runner into the driver's arguments."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spec_plugins.adapters.vllm.plugin import CACHE_SALT
+from spec_plugins.driver import Driver
+from spec_plugins.proposer import Drafts, IntArray, Need, Packed, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SWITCH", "RunnerState"]
+
+logger = logging.getLogger("spec_plugins")
+
+SWITCH = "spec_plugins_num_speculative_tokens"
+"""Per request, in ``extra_args`` or ``vllm_xargs``: at most so many draft tokens; 0 opts out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What does not change while a request runs."""
+
+    longest: int
+    """Tokens at which it ends."""
+    cap: int
+    """The most draft tokens that it wants."""
+    prompt: int
+    sampling: tuple[float, int, float, float]
+
+
+class RunnerState:
+    """One worker's requests, as the driver wants them. About 2 µs a request and step."""
+
+    def __init__(self, driver: Driver, *, share_tenants: bool) -> None:
+        """
+        Args:
+            driver: what to ask.
+            share_tenants: whether cache salts reach this worker; if not, each request is a tenant.
+        """
+        self.driver, self.share_tenants = driver, share_tenants
+        takes = (driver.proposer.needs | driver.proposer.uses) & driver.target.provides
+        self._wants_sampling = Need.SAMPLING in takes
+        self._wants_states = Need.HIDDEN_STATES in takes
+        self._wants_aux = Need.AUX_HIDDEN_STATES in takes
+        self._requests: dict[str, _Request] = {}
+        self._tenants: dict[str, str] = {}
+        self._last_ids: set[str] = set()
+        self._last_time = 0.0
+        self._warned = False
+
+    def update(self, scheduler_output: Any) -> None:
+        """Learn which requests are new and which are over."""
+        over = scheduler_output.finished_req_ids
+        if over:
+            self.driver.finish(over)
+            for r in over:
+                self._requests.pop(r, None)
+                self._tenants.pop(r, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            salt = getattr(new, CACHE_SALT, None)
+            if salt is not None:
+                self._tenants[new.req_id] = salt
+
+    def propose(
+        self,
+        runner: Any,
+        scheduler_output: Any,
+        sampled_token_ids: Sequence[Sequence[int]],
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor] | None,
+    ) -> Drafts:
+        """Report the step that was verified, and get the drafts for the next.
+
+        Args:
+            runner: the ``GPUModelRunner``.
+            scheduler_output: the step's ``SchedulerOutput``.
+            sampled_token_ids: by row of the runner's batch; empty where a prompt is not finished.
+            hidden_states: ``[tokens, hidden_size]``, of every scheduled token, in the order of the batch.
+            aux_hidden_states: the same of each auxiliary layer.
+        """
+        n, batch, driver = len(sampled_token_ids), runner.input_batch, self.driver
+        # Otherwise one long request would stop all drafting; here each has a limit of its own.
+        runner.effective_drafter_max_model_len = runner.max_model_len + driver.target.num_speculative_tokens
+        ids = batch.req_ids[:n]
+        known = self._requests
+        requests = [known.get(r) or self._admit(r, runner) for r in ids]
+        accepted = np.array([len(s) for s in sampled_token_ids], np.int32) - 1
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        drafts = [scheduled.get(r, ()) for r in ids]
+        widths = np.array([len(d) for d in drafts], np.int32)
+        verified = np.array([_real(d) for d in drafts], np.int32)
+        computed = np.array([scheduler_output.num_scheduled_tokens[r] for r in ids], np.int32)
+        before = batch.num_computed_tokens_cpu[:n]
+        prompts = np.array([q.prompt for q in requests], np.int32)
+        decoded = (computed - widths == 1) & (before >= prompts)
+        driver.observe(
+            ids,
+            np.where(decoded, accepted, -1).astype(np.int32),
+            verified=verified,
+            step_seconds=self._step_seconds(ids),
+        )
+
+        lengths = batch.num_tokens_no_spec[:n].astype(np.int32)
+        states = aux = None
+        if self._wants_states or self._wants_aux:
+            # Of an unfinished prompt, just what the target has seen, and the token after it.
+            reached = before + computed + 1
+            lengths = np.where(accepted < 0, np.minimum(lengths, reached), lengths).astype(np.int32)
+            states, aux = self._states(computed, widths, accepted, hidden_states, aux_hidden_states)
+        limits = np.array([(q.longest, q.cap) for q in requests], np.int32).reshape(n, 2)
+        room = np.minimum(limits[:, 0] - 1 - lengths, limits[:, 1])
+        room = np.minimum(room, _scheduler_limit(scheduler_output, driver.target.num_speculative_tokens))
+        found = driver.propose(
+            ids,
+            batch.token_ids_cpu,
+            np.arange(n, dtype=np.int32),
+            lengths,
+            alive=runner.requests,
+            limits=np.where(accepted < 0, 0, np.maximum(room, 0)).astype(np.int32),
+            prompt_lengths=prompts,
+            tenants=[self._tenants.get(r, "") for r in ids] if self.share_tenants else ids,
+            sampling=_sampling(requests) if self._wants_sampling else None,
+            hidden_states=states,
+            aux_hidden_states=aux,
+        )
+        if found.probs is not None:
+            _hand_over_probabilities(runner, ids, found, driver.target.vocab_size)
+        return found
+
+    def _step_seconds(self, ids: Sequence[str]) -> float | None:
+        """Since the step before, where a request ran on, so that the engine cannot have been idle."""
+        now = time.perf_counter()
+        seconds = now - self._last_time
+        busy = not self._last_ids.isdisjoint(ids)
+        self._last_ids, self._last_time = set(ids), now
+        return seconds if busy else None
+
+    def _admit(self, request_id: str, runner: Any) -> _Request:
+        state = runner.requests[request_id]
+        params, prompt = state.sampling_params, int(state.num_prompt_tokens)
+        longest, cap = int(runner.max_model_len), self.driver.target.num_speculative_tokens
+        sampling = (0.0, 0, 1.0, 0.0)
+        if params is not None:
+            if params.max_tokens is not None:
+                longest = min(longest, prompt + int(params.max_tokens))
+            cap = min(cap, self._wanted(params.extra_args, cap))
+            sampling = (params.temperature, max(0, params.top_k), params.top_p, params.min_p)
+        self._requests[request_id] = found = _Request(longest, cap, prompt, sampling)
+        return found
+
+    def _wanted(self, extra_args: Any, most: int) -> int:
+        value = extra_args.get(SWITCH) if isinstance(extra_args, dict) else None
+        if value is None:
+            return most
+        # JSON may bring 2.0 for 2, or an infinity.
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else -1
+        if number >= 0 and number % 1 == 0:
+            return int(number)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: %r cannot be used; set it to a whole number, 0 for no drafts. The request drafts as "
+                "without it (logged once)",
+                SWITCH,
+                value,
+            )
+        return most
+
+    def _states(
+        self,
+        computed: IntArray,
+        widths: IntArray,
+        accepted: IntArray,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor] | None,
+    ) -> tuple[Packed[torch.Tensor] | None, Packed[torch.Tensor] | None]:
+        """Hidden states at the positions that stay, packed. A copy only where drafts were rejected."""
+        import torch
+
+        ends = np.cumsum(computed)
+        kept = computed - widths + np.maximum(accepted, 0)
+        offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)
+        total = int(ends[-1]) if len(ends) else 0
+        if int(offsets[-1]) == total:
+            where: Any = slice(0, total)
+        else:
+            shift = np.repeat(ends - computed - offsets[:-1], kept)
+            where = torch.from_numpy(np.arange(offsets[-1]) + shift).to(hidden_states.device)
+        states = Packed(hidden_states[where], offsets) if self._wants_states else None
+        if not self._wants_aux or not aux_hidden_states:
+            return states, None
+        return states, Packed(torch.cat([layer[where] for layer in aux_hidden_states], -1), offsets)
+
+
+def _real(draft: Sequence[int]) -> int:
+    """How many tokens of a scheduled draft are ours: vLLM pads with -1."""
+    return len(draft) if not draft or draft[-1] >= 0 else sum(token >= 0 for token in draft)
+
+
+def _scheduler_limit(scheduler_output: Any, most: int) -> int:
+    """vLLM's own draft length for this step; 0.22 has none."""
+    limit = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
+    return most if limit is None else int(limit)
+
+
+def _sampling(requests: Sequence[_Request]) -> Sampling:
+    temperature, top_k, top_p, min_p = zip(*(q.sampling for q in requests), strict=True)
+    return Sampling(
+        np.array(temperature, np.float32),
+        np.array(top_k, np.int32),
+        np.array(top_p, np.float32),
+        np.array(min_p, np.float32),
+    )
+
+
+def _hand_over_probabilities(runner: Any, ids: Sequence[str], drafts: Drafts, vocab_size: int) -> None:
+    """Give vLLM's rejection sampler what each token was drawn from; for a deterministic one, certainty.
+
+    ``[requests, longest draft, vocabulary]`` float32, made anew each step.
+    """
+    import torch
+
+    assert drafts.probs is not None
+    counts = drafts.counts.tolist()
+    device = next((p.device for p in drafts.probs if p is not None), None)
+    if device is None:
+        return
+    dense = torch.zeros(len(ids), max(counts), vocab_size, dtype=torch.float32, device=device)
+    for i, (count, probs) in enumerate(zip(counts, drafts.probs, strict=True)):
+        if probs is not None:
+            dense[i, :count] = probs
+        elif count:
+            tokens = torch.from_numpy(drafts.tokens[i, :count].astype(np.int64)).to(device)
+            dense[i, torch.arange(count, device=device), tokens] = 1.0
+    runner._draft_probs = dense.to(runner.device)
+    runner._draft_prob_req_ids = list(ids)

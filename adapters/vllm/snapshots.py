@@ -1,0 +1,98 @@
+"""Carries a worker's figures to the process that answers ``/metrics``.
+
+vLLM has no channel for a plug-in's figures. The worker writes them, at most once a second, into a small
+file that is named after the engine's instance; the stat logger reads it. Both run on one machine; where a
+worker runs on another, its figures are missing, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spec_plugins.driver import Driver
+
+__all__ = ["SnapshotWriter", "folder", "read_snapshot"]
+
+SECONDS_BETWEEN = 1.0
+
+
+def folder() -> Path:
+    """Where snapshots lie: this user's, closed to others; ``SPEC_PLUGINS_RUN_DIR`` moves it.
+
+    Raises:
+        OSError: it cannot be made, or belongs to somebody else.
+    """
+    default = f"{tempfile.gettempdir()}/spec-plugins-{os.getuid()}"
+    path = Path(os.environ.get("SPEC_PLUGINS_RUN_DIR") or default)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user; set SPEC_PLUGINS_RUN_DIR")
+    return path
+
+
+def _path(instance_id: str, rank: int) -> Path:
+    return folder() / f"{instance_id}.{rank}.json"
+
+
+def read_snapshot(instance_id: str, rank: int) -> dict[str, Any] | None:
+    """The newest figures of a worker; ``None`` where there are none. Never raises."""
+    try:
+        found = json.loads(_path(instance_id, rank).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class SnapshotWriter:
+    """Writes one worker's figures. Without a folder to write to it does nothing."""
+
+    def __init__(self, vllm_config: Any, proposer: str) -> None:
+        self.proposer = proposer
+        self._next = 0.0
+        self._path: Path | None = None
+        try:
+            _sweep()
+            self._path = _path(vllm_config.instance_id, rank_of(vllm_config))
+        except OSError:
+            return
+        weakref.finalize(self, self._path.unlink, missing_ok=True)
+
+    def write(self, driver: Driver, *, now: bool = False) -> None:
+        """Write, unless that was less than a second ago; some 0.3 ms when it does."""
+        time_now = time.monotonic()
+        if self._path is None or (time_now < self._next and not now):
+            return
+        self._next = time_now + SECONDS_BETWEEN
+        figures = {
+            "pid": os.getpid(),
+            "proposer": self.proposer,
+            "requests_held": driver.requests_held,
+            "state": driver.gauges(),
+            **driver.statistics.snapshot(),
+        }
+        fresh = self._path.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            fresh.write_text(json.dumps(figures), encoding="utf-8")
+            fresh.replace(self._path)
+
+
+def rank_of(vllm_config: Any) -> int:
+    """The data-parallel rank, which is also the stat logger's engine index."""
+    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+
+
+def _sweep() -> None:
+    """Remove what processes left that were killed."""
+    for path in folder().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            pid = int(json.loads(path.read_text(encoding="utf-8"))["pid"])
+            if not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+                path.unlink()

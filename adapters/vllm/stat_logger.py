@@ -1,0 +1,139 @@
+"""The project's figures beside vLLM's, on ``/metrics`` and in its log: ``vllm.stat_logger_plugins``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from spec_plugins.adapters.vllm.snapshots import SECONDS_BETWEEN, read_snapshot
+
+__all__ = ["COUNTERS", "GAUGES", "StatLogger"]
+
+logger = logging.getLogger("spec_plugins")
+
+COUNTERS = {
+    "drafted_at_position": ("position", "Drafts that reached this position, from 0."),
+    "accepted_at_position": ("position", "Drafts accepted up to and with this position."),
+    "draft_tokens": ("source", "Draft tokens verified, by who guessed them."),
+    "accepted_tokens": ("source", "Draft tokens accepted, by who guessed them."),
+    "faults": ("fault", "Contained faults of the proposer."),
+    "verify_steps": ("", "Target forward passes that decoded, summed over requests."),
+    "steps": ("", "Engine steps in which the proposer was asked."),
+    "skipped_steps": ("", "Engine steps without drafts because it rested or was late."),
+    "rests": ("", "How often it was put to rest."),
+    "propose_seconds": ("", "Seconds spent in the proposer and in checking its drafts."),
+}
+GAUGES = {
+    "budget": ("", "Draft tokens allowed a request, the mean of the newest step."),
+    "requests_held": ("", "Requests that the proposer holds state for."),
+    "state": ("figure", "What the proposer says of the state it holds."),
+}
+PREFIX = "spec_plugins:"
+_LABELS = ("model_name", "engine", "proposer")
+_metrics: dict[str, Any] = {}
+
+
+def _metric(name: str, label: str, text: str, kind: Any) -> Any:
+    """One metric a process, however many engines it makes."""
+    if name not in _metrics:
+        labels = [*_LABELS, *([label] if label else [])]
+        # Several API processes add their counts up; ours are all in one of them.
+        more = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
+        _metrics[name] = kind(PREFIX + name, text, labels, **more)
+    return _metrics[name]
+
+
+class StatLogger(StatLoggerBase):  # type: ignore[misc]
+    """Copies the newest snapshot into Prometheus metrics; idle where the drafter is not ours."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        spec = vllm_config.speculative_config
+        ours = spec is not None and str(spec.model).startswith("spec_plugins.adapters.vllm.")
+        first = getattr(vllm_config.parallel_config, "_api_process_rank", 0) <= 0
+        self.active = ours and first
+        self._instance, self._rank = vllm_config.instance_id, engine_index
+        self._next = 0.0
+        self._last: dict[str, Any] = {}
+        self._logged: dict[str, Any] = {}
+        if self.active:
+            proposer = str(spec.model).rpartition(".")[2]
+            names = vllm_config.model_config.served_model_name
+            model = names[0] if isinstance(names, list) else names or vllm_config.model_config.model
+            self._values = (model, str(engine_index), proposer)
+            for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES)):
+                for name, (label, text) in table.items():
+                    _metric(name, label, text, kind)
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Called for each engine step; reads at most once a second."""
+        if self.active and time.monotonic() >= self._next:
+            self._next = time.monotonic() + SECONDS_BETWEEN
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the metrics up to the newest snapshot."""
+        new = read_snapshot(self._instance, self._rank)
+        if new is None:
+            return
+        old = self._last if self._last.get("pid") == new.get("pid") else {}
+        for name, (label, _) in COUNTERS.items():
+            before, after = _figures(old, name), _figures(new, name)
+            for key, value in after.items():
+                metric = _metrics[name].labels(*self._values, *([key] if label else []))
+                metric.inc(max(0, value - before.get(key, 0)))
+        for name, (label, _) in GAUGES.items():
+            for key, value in _figures(new, name).items():
+                _metrics[name].labels(*self._values, *([key] if label else [])).set(value)
+        self._last = new
+
+    def log(self) -> None:
+        """One line every so often, where something was drafted since the last."""
+        if not self.active:
+            return
+        self.refresh()
+        new, old = self._last, self._logged
+        steps = new.get("verify_steps", 0) - old.get("verify_steps", 0)
+        drafted = new.get("draft_tokens", 0) - old.get("draft_tokens", 0)
+        if steps <= 0 or not drafted:
+            return
+        accepted = new["accepted_tokens"] - old.get("accepted_tokens", 0)
+        before, after = _figures(old, "drafted_at_position"), _figures(new, "drafted_at_position")
+        kept_before, kept = _figures(old, "accepted_at_position"), _figures(new, "accepted_at_position")
+        rates = [
+            (kept[p] - kept_before.get(p, 0)) / d for p in after if (d := after[p] - before.get(p, 0)) > 0
+        ]
+        logger.info(
+            "proposer %s: acceptance length %.2f, %d of %d draft tokens accepted; of those drafted at each "
+            "position %s; faults %d",
+            self._values[2],
+            1 + accepted / steps,
+            accepted,
+            drafted,
+            " ".join(f"{rate:.2f}" for rate in rates),
+            sum(new["faults"].values()),
+        )
+        self._logged = new
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the worker has."""
+
+
+def _figures(snapshot: dict[str, Any], name: str) -> dict[str, float]:
+    """A metric's values by its label's; under an empty label where it has none."""
+    if name in ("drafted_at_position", "accepted_at_position"):
+        found = snapshot.get(name.replace("_at_", "_by_"), [])
+        return {str(position): value for position, value in enumerate(found)}
+    if name in ("draft_tokens", "accepted_tokens"):
+        return {source: s[name] for source, s in snapshot.get("sources", {}).items()}
+    found = snapshot.get(name, {})
+    return dict(found) if isinstance(found, dict) else {"": found}

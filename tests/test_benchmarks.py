@@ -1,0 +1,115 @@
+"""What the benchmarks of engines compute from what they see; no engine runs here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+if not (Path(__file__).parents[1] / "benchmarks").is_dir():
+    pytest.skip("the benchmarks are in the checkout only", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import vllm_server, vllm_serving, vllm_soak
+from benchmarks.case import CASES
+from benchmarks.vllm_server import Answer, Block, Speculated
+from spec_plugins.errors import UnavailableError
+
+
+def by_word(messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A token for each role, each word and the turn of the assistant."""
+    words = [w for m in messages for w in (m["role"], *m["content"].split())] + ["assistant"]
+    return [sum(map(ord, word)) for word in words]
+
+
+def turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("limit", "begins"),
+    [(100, 0), (13, 0), (12, 2), (10, 2), (9, 4), (6, 4)],
+    ids=["all", "just", "an answer is no beginning", "just two", "the newest", "the newest, just"],
+)
+def test_a_conversation_loses_its_oldest_turns(limit: int, begins: int) -> None:
+    messages = [
+        turn("user", "one"), turn("assistant", ""), turn("user", "two"), turn("assistant", "three"),
+        turn("user", "a b c d"),
+    ]  # fmt: skip
+    tokens = vllm_serving.cut(messages, by_word, limit)
+    assert tokens == by_word(messages[begins:])
+    assert len(tokens) <= limit
+
+
+def test_a_long_message_keeps_its_end() -> None:
+    text = " ".join(f"w{i}" for i in range(1000))
+    tokens = vllm_serving.cut([turn("user", "before"), turn("user", text)], by_word, 20)
+    assert 10 <= len(tokens) <= 20
+    assert tokens[-5:] == by_word([turn("user", text)])[-5:]
+
+
+def test_agent_turns_are_given_once_and_conversations_in_turn(tmp_path: Path) -> None:
+    first = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    longer = [*first, turn("assistant", "d"), turn("user", "e")]
+    other = [turn("user", "x"), turn("assistant", "y"), turn("user", "z")]
+    cases = {"cases": [{"messages": m} for m in (first, longer, other)]}
+    (tmp_path / "agent_replays.json").write_text(json.dumps(cases))
+    prompts = vllm_serving.agent_replays(tmp_path)
+    assert sorted("".join(m["content"] for m in p.messages) for p in prompts) == [
+        "a",
+        "abc",
+        "abcde",
+        "x",
+        "xyz",
+    ]
+    assert any(p.messages[0]["content"] == "x" for p in prompts[:3])
+
+
+def block(seconds: float, tokens: list[int], drafts: int = 0, accepted: int = 0) -> Block:
+    return Block(
+        [Answer(tokens, "", seconds)], seconds, Speculated(drafts, 4 * drafts, accepted, len(tokens))
+    )
+
+
+def test_ratios_are_within_rounds() -> None:
+    plain, ours = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]
+    blocks = {
+        "none": [block(1.0, plain), block(2.0, plain), block(4.0, plain)],
+        "theirs": [block(1.0, plain, 2, 3), block(2.0, plain, 2, 3), block(4.0, plain, 2, 3)],
+        "ours": [block(0.5, plain, 1, 3), block(1.0, plain, 1, 3), block(2.0, ours, 1, 3)],
+    }
+    rows = dict(vllm_serving.measured(blocks, {"none": None, "theirs": None, "ours": "theirs"}))
+    assert rows["none"] == ["3.0 (1.5–6.0)", "", "", "", "1.00", ""]
+    same_ratio = "2.00 (2.00–2.00)"
+    assert rows["ours"] == ["6.0 (3.0–12.0)", same_ratio, same_ratio, "4.00", "2.00", "2/3"]
+    assert rows["theirs"][3] == "2.50"
+
+
+def test_acceptance_that_falls_is_told_from_chance() -> None:
+    def slots(*accepted: int) -> list[Speculated]:
+        return [Speculated(100, 400, a, 100 + a) for a in accepted]
+
+    difference, low, high = vllm_soak.lengths_differ(slots(200, 210, 190, 205), slots(100, 110, 90, 105))
+    assert difference == pytest.approx(-1.0)
+    assert low < difference < high < -0.5
+    difference, low, high = vllm_soak.lengths_differ(slots(100, 200, 150), slots(200, 100, 155))
+    assert low < 0 < high
+
+
+def test_memory_is_compared_with_when_it_had_settled() -> None:
+    grown = [vllm_soak.Slot(60.0, mib, Speculated(), Counter()) for mib in (10, 50, 80, 90, 100, 101, 103)]
+    assert vllm_soak.growth(grown) == 3
+
+
+def test_a_missing_environment_names_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_PLUGINS_VLLM_BIN", str(tmp_path))
+    with pytest.raises(UnavailableError, match="make environment-vllm"):
+        vllm_server.environment()
+
+
+def test_cases_of_engines_run_by_name_only() -> None:
+    assert {name for name, case in CASES.items() if case.needs} >= {"vllm-serving", "vllm-soak"}

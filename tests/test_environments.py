@@ -1,0 +1,109 @@
+"""`scripts/environment.py`: what it removes from an environment, and what it lets be found there.
+
+pip is not run: it would take most of a minute on a busy machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+pytestmark = pytest.mark.skipif(not SCRIPTS.exists(), reason="needs the checkout, for its scripts")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("environment")
+
+
+@pytest.fixture
+def calls(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What pip was asked for; nothing is installed."""
+    asked: list[tuple[str, ...]] = []
+
+    def create(folder: Path, python: str) -> None:
+        subprocess.run([python, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+
+    monkeypatch.setattr(environment, "create", create)
+    monkeypatch.setattr(environment, "pip", lambda python, *arguments: asked.append(arguments))
+    return asked
+
+
+def found(site: Path) -> dict[str, str]:
+    return {d.name: d.version for d in distributions(path=[str(site)])}
+
+
+def test_environment_without_a_package_and_with_a_name(
+    environment: ModuleType, calls: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    def ensure(*provides: str, without: tuple[str, ...] = ("a", "b"), identity: str = "") -> dict[str, str]:
+        calls.clear()
+        folder = tmp_path / "environment"
+        python = environment.ensure(folder, sys.executable, ["x"], ["."], identity, without, provides)
+        return found(environment.site_packages(python))
+
+    remove = ("uninstall", "--yes", "a", "b")
+    assert ensure("engine==1.0+cpu") == {"engine": "1.0+cpu"}
+    assert [call[0] for call in calls] == ["install", "uninstall"]
+    assert calls[-1] == remove
+
+    assert ensure("engine==1.0+cpu") == {"engine": "1.0+cpu"}
+    assert not calls
+
+    # pip installs again what it finds missing, so it is removed each time.
+    assert ensure("engine==1.1+cpu", "other.name==2") == {"engine": "1.1+cpu", "other.name": "2"}
+    assert calls[-1] == remove
+    assert ensure("engine==1.1+cpu", "other.name==2", identity="moved").keys() == {"engine", "other.name"}
+    assert calls[-1] == remove
+
+    assert ensure(without=(), identity="moved") == {}
+    assert [call[0] for call in calls] == ["install"]
+
+
+def test_interrupted_environment_is_made_afresh(
+    environment: ModuleType, calls: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "environment"
+    wanted = (folder, sys.executable, [], ["."], "", ["a"], ["engine==1"])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "provide", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            environment.ensure(*wanted)
+    calls.clear()
+    python = environment.ensure(*wanted)
+    assert [call[0] for call in calls] == ["install", "uninstall"]
+    assert found(environment.site_packages(python)) == {"engine": "1"}
+
+
+def test_pip_takes_a_provided_name_for_installed(environment: ModuleType, tmp_path: Path) -> None:
+    environment.provide(tmp_path, ["engine==1.0+cpu"])
+    command = [sys.executable, "-m", "pip", "list", "--path", tmp_path, "--format", "freeze"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["engine==1.0+cpu"]
+
+
+def test_name_that_is_installed_is_not_provided(environment: ModuleType, tmp_path: Path) -> None:
+    metadata = tmp_path / "engine-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: engine\nVersion: 1.0\n")
+    with pytest.raises(environment.SetupError, match=r"engine 1\.0 is installed"):
+        environment.provide(tmp_path, ["engine==1.0+cpu"])
+
+
+@pytest.mark.parametrize("text", ["engine", "engine==", "engine>=1", "a==1,b"])
+def test_name_to_provide_needs_a_version(environment: ModuleType, text: str) -> None:
+    with pytest.raises(environment.argparse.ArgumentTypeError, match="NAME==VERSION"):
+        environment.pinned(text)
