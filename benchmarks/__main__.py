@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pkgutil
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 import benchmarks
-from benchmarks.case import CASES, Context, Result
+from benchmarks.case import CACHE, CASES, Context, Result
+from spec_plugins.errors import SpecPluginsError
 from spec_plugins.evaluation.comparison import machine
-
-CACHE = Path(os.environ.get("SPEC_PLUGINS_CACHE", Path.home() / ".cache" / "spec-plugins"))
 
 
 def markdown(name: str, result: Result, about: dict[str, object]) -> str:
@@ -30,7 +28,7 @@ def markdown(name: str, result: Result, about: dict[str, object]) -> str:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Cases to run; all without any.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Cases to run; all in this environment.")] = None,
     model: Annotated[Path, typer.Option(help="The model's folder.")] = CACHE / "models/SmolLM2-135M-Instruct",
     data: Annotated[Path, typer.Option(help="The folder of prompts.")] = CACHE / "data",
     out: Annotated[Path, typer.Option(help="Where the results go.")] = Path("bench-out"),
@@ -44,18 +42,28 @@ def main(
     console = Console()
     if show:
         for case in CASES.values():
-            console.print(f"[bold]{case.name}[/]  {case.summary}")
+            needs = f" (needs {case.needs}; runs by name only)" if case.needs else ""
+            console.print(f"[bold]{case.name}[/]  {case.summary}{needs}")
         return
     unknown = [name for name in names or [] if name not in CASES]
     if unknown:
         raise typer.BadParameter(f"no case is named {unknown[0]!r}; there are {', '.join(CASES)}")
     out.mkdir(parents=True, exist_ok=True)
     waiting = Console(stderr=True)
-    for name in names or CASES:
+    for name in names or [name for name, case in CASES.items() if case.needs is None]:
         with waiting.status(name) as status:
             context = Context(model, data, quick, lambda text, n=name, s=status: s.update(f"{n}: {text}"))  # type: ignore[misc]
-            result = CASES[name].run(context)
-        about = {**machine(), "command": f"make bench ARGS={name}", **({"quick": True} if quick else {})}
+            try:
+                result = CASES[name].run(context)
+            except SpecPluginsError as error:
+                waiting.print(f"[red]{name}[/]: ", error, sep="", highlight=False, soft_wrap=True)
+                raise typer.Exit(1) from None
+        about = {
+            **machine(),
+            **result.about,
+            "command": f"make bench ARGS={name}",
+            **({"quick": True} if quick else {}),
+        }
         table = Table(*result.columns, title=f"{name}: {CASES[name].summary}")
         for row in result.rows:
             table.add_row(*map(str, row))
@@ -68,6 +76,9 @@ def main(
             ),
             encoding="utf-8",
         )
+    for case in [] if names else CASES.values():
+        if case.needs is not None:
+            console.print(f"{case.name} needs {case.needs} and was left out: make bench ARGS={case.name}")
 
 
 typer.run(main)

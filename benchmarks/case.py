@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CASES", "Case", "Context", "Result", "alternate", "case", "spread"]
+__all__ = ["CACHE", "CASES", "Case", "Context", "Result", "alternate", "case", "spread"]
+
+CACHE = Path(os.environ.get("SPEC_PLUGINS_CACHE", Path.home() / ".cache" / "spec-plugins"))
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Result:
     columns: Sequence[str]
     rows: list[Sequence[Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+    """What to say of the machine beside what every case says, such as an engine's version."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +46,20 @@ class Case:
     name: str
     summary: str
     run: Callable[[Context], Result]
+    needs: str | None = None
+    """An environment beside the core one; such a case runs only by name."""
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(name: str) -> Callable[[Callable[[Context], Result]], Callable[[Context], Result]]:
+def case(
+    name: str, *, needs: str | None = None
+) -> Callable[[Callable[[Context], Result]], Callable[[Context], Result]]:
     """Register a function as a case; the first line of its docstring is its summary."""
 
     def register(function: Callable[[Context], Result]) -> Callable[[Context], Result]:
-        CASES[name] = Case(name, (function.__doc__ or "").strip().splitlines()[0], function)
+        CASES[name] = Case(name, (function.__doc__ or "").strip().splitlines()[0], function, needs)
         return function
 
     return register

@@ -1,0 +1,235 @@
+"""Mixed traffic for half an hour against one `vllm serve` with a plug-in."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.case import Context, Result, case
+from benchmarks.vllm_server import Server, Speculated, environment, model_dtype, plug_in
+from benchmarks.vllm_serving import CONTEXT, SUFFIX_K, agent_replays, cut, encoder
+from spec_plugins.errors import UnavailableError
+from spec_plugins.evaluation.prompts import humaneval, interleaved, mtbench
+
+__all__ = ["Slot", "growth", "lengths_differ"]
+
+CONCURRENCY = 8
+SETTLED = 5
+"""Slots after which memory is taken as settled, and how many are compared at either end."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What happened in one minute."""
+
+    seconds: float
+    resident: float
+    """MiB, at its end."""
+    speculated: Speculated
+    outcomes: Counter[str]
+
+
+@dataclass
+class Traffic:
+    """Requests of all kinds, the same sequence on every run."""
+
+    prompts: Sequence[Sequence[int]]
+    outcomes: Counter[str] = field(default_factory=Counter)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.requests = self._requests()
+
+    def _requests(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """Bodies, and after how many pieces the client hangs up."""
+        chance = random.Random(0)
+        for prompt in itertools.cycle(self.prompts):
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.choice((16, 48, 96, 160))}
+            # No seed: vLLM's CPU build can fail on a batch that mixes greedy requests with seeded ones.
+            body |= {"temperature": chance.choice((0.0, 0.0, 0.7)), "top_p": 0.95}
+            body |= {"stream": chance.random() < 0.5}
+            yield body, chance.randint(1, 8) if body["stream"] and chance.random() < 0.3 else None
+
+    def run(self, server: Server) -> None:
+        """One client: the next request when the last is done, until stopped."""
+        while not self.stopped.is_set():
+            with self.lock:
+                body, pieces = next(self.requests)
+            try:
+                outcome = self._send(server, body, pieces)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                outcome = "failed"
+                self.errors.append(repr(error))
+                self.stopped.wait(1.0)
+            with self.lock:
+                self.outcomes[outcome] += 1
+
+    @staticmethod
+    def _send(server: Server, body: dict[str, Any], pieces: int | None) -> str:
+        with server.post(body) as response:
+            if not body["stream"]:
+                return "done" if json.loads(response.read())["choices"] else "failed"
+            seen = 0
+            for line in response:
+                if line.startswith(b"data: [DONE]"):
+                    return "done"
+                if line.startswith(b"data: "):
+                    if "choices" not in json.loads(line[6:]):
+                        raise ValueError(line.decode(errors="replace")[:500])
+                    seen += 1
+                if seen == pieces:
+                    return "aborted"  # leaving closes the connection
+        raise ValueError("the stream ended before its end")
+
+
+def growth(slots: Sequence[Slot], settled: int = SETTLED) -> float:
+    """MiB more at the end than when settled."""
+    return slots[-1].resident - slots[min(settled, len(slots)) - 1].resident
+
+
+def lengths_differ(
+    first: Sequence[Speculated], last: Sequence[Speculated], draws: int = 4000
+) -> tuple[float, float, float]:
+    """How much longer the last slots' acceptance length is than the first's, with a 95% bootstrap interval.
+
+    Slots are drawn with replacement on either side.
+    """
+    chance = random.Random(0)
+
+    first, last = ([slot for slot in slots if slot.drafts] for slots in (first, last))
+    if not first or not last:
+        return (float("nan"),) * 3
+
+    def length(slots: Sequence[Speculated]) -> float:
+        return sum(slots, Speculated()).acceptance_length
+
+    drawn = sorted(
+        length(chance.choices(last, k=len(last))) - length(chance.choices(first, k=len(first)))
+        for _ in range(draws)
+    )
+    return length(last) - length(first), drawn[int(0.025 * draws)], drawn[int(0.975 * draws)]
+
+
+def held(server: Server) -> list[str]:
+    """The plug-in's gauges of held state, and vLLM's own."""
+    shown = []
+    for key, value in server.metrics().items():
+        name, _, labels = key.partition("{")
+        figure = next((x for x in labels.rstrip("}").split(",") if x.startswith("figure=")), "")
+        if name in ("spec_plugins:requests_held", "spec_plugins:state", "vllm:kv_cache_usage_perc"):
+            shown.append(f"{name}{'{' + figure + '}' if figure else ''} {value:g}")
+    return shown
+
+
+@case("vllm-soak", needs="vllm")
+def vllm_soak(context: Context) -> Result:
+    """Half an hour of mixed traffic against `vllm serve` with `suffix`: memory, acceptance, what is held."""
+    env = environment("spec_plugins.adapters.vllm")
+    if "spec_plugins.adapters.vllm" not in env.modules:
+        raise UnavailableError("vllm: spec_plugins.adapters.vllm is not in vLLM's environment")
+    minutes = float(os.environ.get("SPEC_PLUGINS_SOAK_MINUTES", "2" if context.quick else "30"))
+    slot_seconds = 10.0 if context.quick else 60.0
+    dtype = model_dtype()
+    context.say("preparing the prompts")
+    encode = encoder(context.model)
+    mixed = interleaved(agent_replays(context.data), humaneval(context.data), mtbench(context.data))
+    limits = itertools.cycle((256, 1024, 512, 128))
+    traffic = Traffic([cut(p.messages, encode, limit) for p, limit in zip(mixed, limits, strict=False)])
+    settings = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
+    settings += ["--max-num-seqs", str(CONCURRENCY), *plug_in("suffix", SUFFIX_K)]
+    slots: list[Slot] = []
+    context.say("starting vllm serve")
+    with Server("soak", env, context.model, settings) as server, ThreadPoolExecutor(CONCURRENCY) as pool:
+        empty = server.resident()
+        clients = [pool.submit(traffic.run, server) for _ in range(CONCURRENCY)]
+        try:
+            started = slot_started = time.monotonic()
+            before, counted = server.speculated(), Counter[str]()
+            for i in range(1, max(1, round(minutes * 60 / slot_seconds)) + 1):
+                time.sleep(max(0.0, started + i * slot_seconds - time.monotonic()))
+                if not server.processes() or traffic.outcomes["failed"] > 20:
+                    raise server.failure(f"failed ({'; '.join(traffic.errors[:3])})")
+                with traffic.lock:
+                    outcomes = traffic.outcomes.copy()
+                now, clock = server.speculated(), time.monotonic()
+                slots.append(Slot(clock - slot_started, server.resident(), now - before, outcomes - counted))
+                before, counted, slot_started = now, outcomes, clock
+                length = slots[-1].speculated.acceptance_length
+                context.say(
+                    f"{clock - started:.0f} of {minutes * 60:.0f} s, {outcomes.total()} requests, "
+                    f"{slots[-1].resident:.0f} MiB, acceptance length {length:.2f}"
+                )
+        finally:
+            traffic.stopped.set()
+        for client in clients:
+            client.result()
+        context.say("coming to rest")
+        deadline = time.monotonic() + 30
+        while server.total("vllm:num_requests_running") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        running = server.total("vllm:num_requests_running")
+        for _ in range(3):  # what is held is told with a step, at most once a second
+            time.sleep(1.5)
+            server.complete(traffic.prompts[0], 8)
+        time.sleep(1.5)
+        kept, idle = held(server), server.resident()
+
+    unit = f"{slot_seconds:.0f} s" if context.quick else "minute"
+    result = Result(
+        [unit, "RSS, MiB", "done", "aborted", "failed", "tokens/s", "acceptance length"],
+        about={**env.about, "vllm_dtype": dtype},
+    )
+    for i, slot in enumerate(slots, 1):
+        seen = slot.speculated
+        result.rows.append(
+            [
+                i,
+                f"{slot.resident:.0f}",
+                *(slot.outcomes[outcome] for outcome in ("done", "aborted", "failed")),
+                f"{seen.generated / slot.seconds:.0f}",
+                f"{seen.acceptance_length:.2f}" if seen.drafts else "",
+            ]
+        )
+    compared = min(SETTLED, (len(slots) - 1) // 2)
+    n = traffic.outcomes
+    result.notes.append(
+        f"{context.model.name}, {dtype}, suffix, K={SUFFIX_K}; {n.total()} requests over "
+        f"{len(traffic.prompts)} prompts (agents, HumanEval, MT-bench) at concurrency {CONCURRENCY}: greedy "
+        f"and sampled, streamed or not, {n['aborted']} aborted by hanging up, {n['failed']} failed. RSS is "
+        f"the sum over the processes of `vllm serve`: {empty:.0f} MiB before the first request, "
+        f"{idle:.0f} MiB at rest at the end."
+    )
+    if compared:
+        tail = statistics.median(slot.resident for slot in slots[-compared:])
+        result.notes.append(
+            f"RSS from row {min(SETTLED, len(slots))} to the last: {growth(slots):+.0f} MiB; the median of "
+            f"the last {compared} is {tail:.0f} MiB."
+        )
+        difference, low, high = lengths_differ(
+            [slot.speculated for slot in slots[1 : 1 + compared]],
+            [slot.speculated for slot in slots[-compared:]],
+        )
+        result.notes.append(
+            f"Acceptance length, the last {compared} rows against rows 2 to {1 + compared}: "
+            f"{difference:+.2f} (95% interval {low:+.2f} to {high:+.2f}, bootstrap over rows). Prompts come "
+            "again when all were sent, so that a cache of answers may gain."
+        )
+    result.notes.append(
+        f"Held at rest, just after a request: {', '.join(kept) or 'no gauge tells'}; {running:.0f} running."
+    )
+    if traffic.errors:
+        result.notes.append(f"The first failure: {traffic.errors[0]}")
+    return result
