@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +13,9 @@ from typing import Any
 
 from benchmarks.case import Context, Result, case, spread
 from benchmarks.vllm_server import Block, Environment, Server, Speculated, environment, model_dtype, plug_in
-from spec_plugins.errors import ConfigError
-from spec_plugins.evaluation.prompts import TaggedPrompt, humaneval, mtbench
+from spec_plugins.evaluation.prompts import agent_replays, humaneval, mtbench
 
-__all__ = ["agent_replays", "cut", "encoder"]
+__all__ = ["cut", "encoder"]
 
 NONE = "none"
 TOKENS = 64
@@ -43,37 +41,6 @@ class Variant:
     settings: list[str]
     against: str | None = None
     """Which of vLLM's own methods does the same."""
-
-
-def agent_replays(folder: Path) -> list[TaggedPrompt]:
-    """Recorded conversations of coding agents, from ``agent_replays.json``, up to one of the agent's turns.
-
-    A turn of each conversation in turn, so that any beginning is a fair mix; within one, in random order.
-    Conversations of one session share turns, and each turn is given once.
-    """
-    path = folder / "agent_replays.json"
-    try:
-        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"data: cannot read {path}: {error}; `make data` fetches it") from error
-    shuffled = random.Random(0)
-    turns: list[list[list[dict[str, str]]]] = []
-    for conversation in cases:
-        messages = [{"role": m["role"], "content": m["content"]} for m in conversation["messages"]]
-        ends = [i for i, m in enumerate(messages) if i and m["role"] == "assistant"] + [len(messages)]
-        shuffled.shuffle(ends)
-        turns.append([messages[:end] for end in ends])
-    seen = set()
-    prompts = []
-    for i in range(max(map(len, turns))):
-        for conversation in turns:
-            if i < len(conversation):
-                messages = conversation[i]
-                key = tuple(m["content"] for m in messages[-2:])
-                if key not in seen:
-                    seen.add(key)
-                    prompts.append(TaggedPrompt("agent", tuple(messages)))
-    return prompts
 
 
 def cut(messages: Sequence[Mapping[str, str]], encode: Encode, limit: int) -> list[int]:

@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.case import Context, Result, case
 from benchmarks.vllm_server import Server, Speculated, environment, model_dtype, plug_in
-from benchmarks.vllm_serving import CONTEXT, SUFFIX_K, agent_replays, cut, encoder
+from benchmarks.vllm_serving import CONTEXT, SUFFIX_K, cut, encoder
 from spec_plugins.errors import UnavailableError
-from spec_plugins.evaluation.prompts import humaneval, interleaved, mtbench
+from spec_plugins.evaluation.prompts import agent_replays, humaneval, interleaved, mtbench
 
 __all__ = ["Slot", "growth", "lengths_differ"]
 

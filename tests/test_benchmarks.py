@@ -18,6 +18,7 @@ from benchmarks import vllm_server, vllm_serving, vllm_soak
 from benchmarks.case import CASES
 from benchmarks.vllm_server import Answer, Block, Speculated
 from spec_plugins.errors import UnavailableError
+from spec_plugins.evaluation.prompts import agent_replays
 
 
 def by_word(messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -58,7 +59,7 @@ def test_agent_turns_are_given_once_and_conversations_in_turn(tmp_path: Path) ->
     other = [turn("user", "x"), turn("assistant", "y"), turn("user", "z")]
     cases = {"cases": [{"messages": m} for m in (first, longer, other)]}
     (tmp_path / "agent_replays.json").write_text(json.dumps(cases))
-    prompts = vllm_serving.agent_replays(tmp_path)
+    prompts = agent_replays(tmp_path)
     assert sorted("".join(m["content"] for m in p.messages) for p in prompts) == [
         "a",
         "abc",

@@ -110,7 +110,9 @@ class Drafter:
         target = describe(self.vllm_config, self.config, self.proposer, target_model, self.hooks)
         self.driver = Driver(self.proposer, target, self.config)
         if self.hooks.propose:
-            self.state = RunnerState(self.driver, share_tenants=salts_are_carried())
+            self.state = RunnerState(
+                self.driver, share_tenants=self.hooks.update_states and salts_are_carried()
+            )
         self._snapshots = SnapshotWriter(self.vllm_config, self.proposer_name)
         self._snapshots.write(self.driver, now=True)
         logger.info(

@@ -66,6 +66,7 @@ class RunnerState:
                 self._requests.pop(r, None)
                 self._tenants.pop(r, None)
         for new in scheduler_output.scheduled_new_reqs:
+            self._requests.pop(new.req_id, None)  # one that streams its input comes as new again
             salt = getattr(new, CACHE_SALT, None)
             if salt is not None:
                 self._tenants[new.req_id] = salt
@@ -92,6 +93,8 @@ class RunnerState:
         runner.effective_drafter_max_model_len = runner.max_model_len + driver.target.num_speculative_tokens
         ids = batch.req_ids[:n]
         known = self._requests
+        if len(known) > len(runner.requests) + n:  # where update() is not called
+            known = self._requests = {r: q for r, q in known.items() if r in runner.requests}
         requests = [known.get(r) or self._admit(r, runner) for r in ids]
         accepted = np.array([len(s) for s in sampled_token_ids], np.int32) - 1
         scheduled = scheduler_output.scheduled_spec_decode_tokens

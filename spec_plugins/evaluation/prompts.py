@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from spec_plugins.errors import ConfigError
 
-__all__ = ["TaggedPrompt", "humaneval", "interleaved", "mtbench"]
+__all__ = ["TaggedPrompt", "agent_replays", "humaneval", "interleaved", "mtbench"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,37 @@ def mtbench(folder: Path) -> list[TaggedPrompt]:
         assert isinstance(turns, list)
         categories.setdefault(str(line["category"]), []).append(_user("mtbench", turns[0]))
     return interleaved(*categories.values())
+
+
+def agent_replays(folder: Path) -> list[TaggedPrompt]:
+    """Recorded conversations of coding agents, from ``agent_replays.json``, up to one of the agent's turns.
+
+    A turn of each conversation in turn, so that any beginning is a fair mix; within one, in random order.
+    Conversations of one session share turns, and each turn is given once.
+    """
+    path = folder / "agent_replays.json"
+    try:
+        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"data: cannot read {path}: {error}; `make data` fetches it") from error
+    shuffled = random.Random(0)
+    turns: list[list[list[dict[str, str]]]] = []
+    for conversation in cases:
+        messages = [{"role": m["role"], "content": m["content"]} for m in conversation["messages"]]
+        ends = [i for i, m in enumerate(messages) if i and m["role"] == "assistant"] + [len(messages)]
+        shuffled.shuffle(ends)
+        turns.append([messages[:end] for end in ends])
+    seen = set()
+    prompts = []
+    for i in range(max(map(len, turns))):
+        for conversation in turns:
+            if i < len(conversation):
+                messages = conversation[i]
+                key = tuple(m["content"] for m in messages[-2:])
+                if key not in seen:
+                    seen.add(key)
+                    prompts.append(TaggedPrompt("agent", tuple(messages)))
+    return prompts
 
 
 def interleaved(*sets: list[TaggedPrompt]) -> list[TaggedPrompt]:

@@ -1,0 +1,124 @@
+"""The real vLLM on the CPU, with a tiny random model.
+
+Engines run inside the test process, so that a test can reach into one: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+MAX_MODEL_LEN = 256
+MakeEngine = Callable[..., AbstractContextManager[Any]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        here = Path(__file__).parent
+        for item in items:
+            if here in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: make environment-vllm"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 128 tokens whose greedy text repeats itself now and then, with a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    printable = [chr(c) for c in range(32, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=128,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()[:0] or printable,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["".join(printable), "\n"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    fast.save_pretrained(folder)
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, initializer_range=0.12,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids of a dozen prompts: short and long, some with a beginning in common."""
+    shared = [(7 * i) % 120 + 3 for i in range(40)]
+    return [
+        *([5 + i, 9, 14, 9, 14 + i] for i in range(4)),
+        *(shared + [20 + i, 21, 22] for i in range(4)),
+        *([(i * j) % 120 + 3 for j in range(60 + 10 * i)] for i in range(1, 5)),
+    ]
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_model: Path) -> MakeEngine:
+    """``with make_engine("suffix", **vllm_arguments) as llm``: an engine in this process, in float32."""
+    return functools.partial(_engine, tiny_model)
+
+
+@contextmanager
+def _engine(model: Path, proposer: str | None = None, **settings: Any) -> Iterator[Any]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    # vLLM 0.32 fails to do this once more in a process in which numba was imported since.
+    platform = type(current_platform)
+    once: Any = platform.register_triton_kernel_overrides
+    if not hasattr(once, "cache_clear"):
+        platform.register_triton_kernel_overrides = staticmethod(functools.cache(once))
+    options = settings.pop("options", None)
+    # Long, so that no loaded machine makes a good proposer late.
+    fields = {"containment": {"time_allowance_ms": 60_000.0}, **settings.pop("fields", {})}
+    if options:
+        fields = {**fields, "options": options}
+    k = settings.pop("k", 6)
+    if proposer is not None:
+        settings["speculative_config"] = {
+            "method": "custom_class",
+            "model": f"spec_plugins.adapters.vllm.{proposer}",
+            "num_speculative_tokens": k,
+        }
+        settings["additional_config"] = {"spec_plugins": fields}
+    chosen = {
+        "model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 8, "seed": 0, "block_size": 32, "distributed_executor_backend": "uni", "disable_log_stats": False,
+        **settings,
+    }  # fmt: skip
+    llm = None
+    try:
+        llm = LLM(**chosen)
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()

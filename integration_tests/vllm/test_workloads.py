@@ -1,0 +1,131 @@
+"""Greedy output is that of the same engine without speculation, in everything that engines are asked to do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from offline import drafter_of, statistics_of
+from workloads import WORKLOADS
+
+pytestmark = pytest.mark.contract
+
+# How the engine is set up. Preemption: room for three requests of up to 256 tokens or so, not for four.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {"max_num_seqs": 4},
+    "chunked": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
+    "starved": {"max_num_seqs": 8, "num_gpu_blocks_override": 13},
+}
+PROPOSERS: dict[str, dict[str, Any]] = {
+    "suffix": {},
+    "ngram": {},
+    "lookahead": {},
+    "combine": {"proposers": ["suffix", "ngram"], "min_tokens": 2},
+}
+CASES = [("roomy", p) for p in PROPOSERS] + [("chunked", "suffix"), ("starved", "suffix")]
+
+
+@dataclass
+class Run:
+    """One engine's answers to all workloads."""
+
+    answers: dict[str, Any]
+    """What each gave, or the exception that it raised."""
+    accepted: dict[str, int]
+    """Draft tokens accepted in each."""
+    held: dict[str, tuple[int, int]]
+    """Requests that had figures at the end of each, and how many there were."""
+    preemptions: dict[str, float]
+    statistics: Any
+    metrics: dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def run(make_engine: Any, prompts: list[list[int]]) -> Callable[..., Run]:
+    """``run(settings, proposer)``: all workloads in one engine, once a session."""
+
+    @functools.cache
+    def once(settings: str, proposer: str | None) -> Run:
+        options = PROPOSERS.get(proposer or "", {})
+        with make_engine(proposer, options=options, **SETTINGS[settings]) as llm:
+            return all_workloads(llm, prompts)
+
+    return once
+
+
+def all_workloads(llm: Any, prompts: list[list[int]]) -> Run:
+    found = Run({}, {}, {}, {}, None, {})
+    for name, work in WORKLOADS.items():
+        llm.reset_prefix_cache()
+        before = counters(llm)
+        accepted = statistics_of(llm).accepted_tokens if drafter_of(llm) else 0
+        try:
+            found.answers[name] = work(llm, prompts)
+        except Exception as error:
+            found.answers[name] = error
+        found.preemptions[name] = counters(llm)["vllm:num_preemptions"] - before["vllm:num_preemptions"]
+        if drafter_of(llm):
+            found.accepted[name] = statistics_of(llm).accepted_tokens - accepted
+    found.metrics = counters(llm)
+    found.statistics = statistics_of(llm).snapshot() if drafter_of(llm) else None
+    return found
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """vLLM's own, by name; those with positions as lists."""
+    return {m.name: getattr(m, "values", None) or getattr(m, "value", 0) for m in llm.get_metrics()}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, numbers with a fraction nearly."""
+    if isinstance(one, float):
+        return abs(one - other) < 1e-4
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize(("settings", "proposer"), CASES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_output_is_that_without_speculation(
+    run: Callable[..., Run], settings: str, proposer: str, name: str
+) -> None:
+    plain, ours = run(settings, None), run(settings, proposer)
+    for answer in (plain.answers[name], ours.answers[name]):
+        if isinstance(answer, Exception):
+            raise answer
+    if name == "same_prefix_twice" and settings == "starved":
+        # What was evicted before a hit depends on which requests ran at once.
+        plain.answers[name][2] = ours.answers[name][2]
+    assert same(plain.answers[name], ours.answers[name])
+    assert ours.accepted[name] > 0
+
+
+@pytest.mark.parametrize(("settings", "proposer"), CASES)
+def test_nothing_was_contained(run: Callable[..., Run], settings: str, proposer: str) -> None:
+    figures = run(settings, proposer).statistics
+    assert figures["faults"] == {}
+    assert figures["rests"] == figures["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize(("settings", "proposer"), CASES)
+def test_vllms_counters_are_ours(run: Callable[..., Run], settings: str, proposer: str) -> None:
+    """Grammars cut drafts, chunked prompts go without, and both count alike."""
+    ours, metrics = run(settings, proposer).statistics, run(settings, proposer).metrics
+    theirs = {
+        name.removeprefix("vllm:spec_decode_num_"): v for name, v in metrics.items() if "spec_decode" in name
+    }
+    assert theirs["draft_tokens"] == ours["draft_tokens"]
+    assert theirs["accepted_tokens"] == ours["accepted_tokens"]
+    assert theirs["accepted_tokens_per_pos"] == ours["accepted_by_position"]
+    assert theirs["drafts"] == ours["drafts"]
+
+
+def test_the_starved_engine_preempts(run: Callable[..., Run]) -> None:
+    assert run("starved", None).preemptions["moving_rows"] > 0
+    assert run("starved", "suffix").preemptions["moving_rows"] > 0
