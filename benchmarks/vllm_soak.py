@@ -25,6 +25,8 @@ from spec_plugins.evaluation.prompts import agent_replays, humaneval, interleave
 __all__ = ["Slot", "growth", "lengths_differ"]
 
 CONCURRENCY = 8
+CACHE_TOKENS = 10_000
+"""suffix's cache of answers: so small that it is full within minutes, or memory and acceptance would grow."""
 SETTLED = 5
 """Slots after which memory is taken as settled, and how many are compared at either end."""
 
@@ -149,7 +151,7 @@ def vllm_soak(context: Context) -> Result:
     limits = itertools.cycle((256, 1024, 512, 128))
     traffic = Traffic([cut(p.messages, encode, limit) for p, limit in zip(mixed, limits, strict=False)])
     settings = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
-    settings += ["--max-num-seqs", str(CONCURRENCY), *plug_in("suffix", SUFFIX_K)]
+    settings += ["--max-num-seqs", str(CONCURRENCY), *plug_in("suffix", SUFFIX_K, cache_tokens=CACHE_TOKENS)]
     slots: list[Slot] = []
     context.say("starting vllm serve")
     with Server("soak", env, context.model, settings) as server, ThreadPoolExecutor(CONCURRENCY) as pool:
@@ -181,11 +183,11 @@ def vllm_soak(context: Context) -> Result:
         while server.total("vllm:num_requests_running") and time.monotonic() < deadline:
             time.sleep(0.5)
         running = server.total("vllm:num_requests_running")
-        for _ in range(3):  # what is held is told with a step, at most once a second
-            time.sleep(1.5)
-            server.complete(traffic.prompts[0], 8)
-        time.sleep(1.5)
-        kept, idle = held(server), server.resident()
+        kept = held(server)
+        while "spec_plugins:requests_held 0" not in kept and time.monotonic() < deadline:
+            time.sleep(0.5)  # what is held is told every ten seconds where nothing runs
+            kept = held(server)
+        idle = server.resident()
 
     unit = f"{slot_seconds:.0f} s" if context.quick else "minute"
     result = Result(
@@ -225,7 +227,7 @@ def vllm_soak(context: Context) -> Result:
         result.notes.append(
             f"Acceptance length, the last {compared} rows against rows 2 to {1 + compared}: "
             f"{difference:+.2f} (95% interval {low:+.2f} to {high:+.2f}, bootstrap over rows). Prompts come "
-            "again when all were sent, so that a cache of answers may gain."
+            f"again when all were sent; the cache of answers holds {CACHE_TOKENS:,} tokens."
         )
     result.notes.append(
         f"Held at rest, just after a request: {', '.join(kept) or 'no gauge tells'}; {running:.0f} running."
