@@ -18,8 +18,13 @@ CONFIG: Any = SimpleNamespace(instance_id="abc", parallel_config=SimpleNamespace
 
 @pytest.fixture(autouse=True)
 def run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv(snapshots.SERVER, raising=False)
     monkeypatch.setenv("SPEC_PLUGINS_RUN_DIR", str(tmp_path / "run"))
     return tmp_path / "run"
+
+
+def read(rank: int) -> Any:
+    return snapshots.read_snapshot(snapshots.find_snapshot("abc", rank))
 
 
 def test_what_is_written_is_read() -> None:
@@ -27,11 +32,11 @@ def test_what_is_written_is_read() -> None:
     host.propose({"a": [1]})
     writer = snapshots.SnapshotWriter(CONFIG, "toy")
     writer.write(host.driver)
-    found = snapshots.read_snapshot("abc", 1)
+    found = read(1)
     assert found is not None
     assert (found["proposer"], found["pid"], found["requests_held"]) == ("toy", os.getpid(), 1)
     assert found["steps"] == 1
-    assert snapshots.read_snapshot("abc", 0) is None
+    assert read(0) is None
 
 
 def test_it_is_written_at_most_once_a_second_unless_now() -> None:
@@ -40,9 +45,9 @@ def test_it_is_written_at_most_once_a_second_unless_now() -> None:
     writer.write(host.driver)
     host.propose({"a": [1]})
     writer.write(host.driver)
-    assert snapshots.read_snapshot("abc", 1)["steps"] == 0  # type: ignore[index]
+    assert read(1)["steps"] == 0
     writer.write(host.driver, now=True)
-    assert snapshots.read_snapshot("abc", 1)["steps"] == 1  # type: ignore[index]
+    assert read(1)["steps"] == 1
 
 
 def test_the_folder_is_closed_to_others(run_dir: Path) -> None:
@@ -55,6 +60,7 @@ def test_files_of_processes_that_were_killed_are_swept(run_dir: Path) -> None:
     (run_dir / "dead.0.json").write_text(json.dumps({"pid": 2**22 + 1}))
     (run_dir / "alive.0.json").write_text(json.dumps({"pid": os.getpid()}))
     (run_dir / "strange.0.json").write_text("no json")
+    (run_dir / f"half.0.{2**22 + 1}").write_text("{")
     snapshots.SnapshotWriter(CONFIG, "toy")
     assert sorted(path.name for path in run_dir.iterdir()) == ["alive.0.json", "strange.0.json"]
 
@@ -64,14 +70,14 @@ def test_without_a_folder_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("SPEC_PLUGINS_RUN_DIR", str(tmp_path / "file" / "run"))
     writer = snapshots.SnapshotWriter(CONFIG, "toy")
     writer.write(Host(Toy()).driver, now=True)
-    assert snapshots.read_snapshot("abc", 1) is None
+    assert read(1) is None
 
 
 def test_a_broken_file_is_no_snapshot(run_dir: Path) -> None:
     run_dir.mkdir()
     for text in ("", "[1]", "{"):
-        (run_dir / "abc.1.json").write_text(text)
-        assert snapshots.read_snapshot("abc", 1) is None
+        (run_dir / ".abc.1.json").write_text(text)
+        assert read(1) is None
 
 
 def test_the_file_goes_with_its_writer(run_dir: Path) -> None:
@@ -79,3 +85,13 @@ def test_the_file_goes_with_its_writer(run_dir: Path) -> None:
     writer.write(Host(Toy()).driver, now=True)
     del writer
     assert list(run_dir.iterdir()) == []
+
+
+def test_an_api_process_of_the_same_server_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(snapshots.SERVER, "one")
+    writer = snapshots.SnapshotWriter(CONFIG, "toy")
+    writer.write(Host(Toy()).driver, now=True)
+    assert snapshots.find_snapshot("another instance", 1) is not None
+    assert snapshots.find_snapshot("another instance", 0) is None
+    monkeypatch.setenv(snapshots.SERVER, "two")
+    assert snapshots.find_snapshot("another instance", 1) is None

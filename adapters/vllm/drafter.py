@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from spec_plugins.adapters.vllm.engine_faults import mend
 from spec_plugins.adapters.vllm.plugin import install, salts_are_carried
 from spec_plugins.adapters.vllm.row_identity import RowIdentity
 from spec_plugins.adapters.vllm.runner_state import RunnerState
@@ -104,6 +105,7 @@ class Drafter:
         Raises:
             SpecPluginsError: the proposer cannot serve this target, or this vLLM.
         """
+        mend(str(self.vllm_config.device_config.device))
         parallel = self.vllm_config.parallel_config
         if parallel.tensor_parallel_size > 1 and _tensor_parallel_rank() != 0:
             return  # the first rank's drafts are the ones that are scheduled, on all ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spec_plugins.hooks import Hook
 
-__all__ = ["AUX_HIDDEN_STATES", "HOOKS", "NEW_REQUEST", "PROPOSE", "UPDATE_STATES"]
+__all__ = ["AUX_HIDDEN_STATES", "EXPAND", "HOOKS", "NEW_REQUEST", "PROPOSE", "TOP_K_TOP_P", "UPDATE_STATES"]
 
 _SEEN = "0.22.1, 0.26, 0.29, 0.32, 0.33"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -44,6 +44,18 @@ NEW_REQUEST = Hook(
     "carries a request's cache salt to the worker, so that tenants stay apart",
     passes_on=True,
 )
+EXPAND = Hook(
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+    ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    _SEEN,
+    "is replaced where a check finds that it reads wrong settings (on the CPU)",
+)
+TOP_K_TOP_P = Hook(
+    "vllm.v1.sample.rejection_sampler:apply_top_k_top_p",
+    ("logits", "k", "p"),
+    _SEEN,
+    "is replaced where a check finds that it fails over no logits (on the CPU)",
+)
 
 HOOKS = (
     Hook(
@@ -56,6 +68,8 @@ HOOKS = (
     UPDATE_STATES,
     AUX_HIDDEN_STATES,
     NEW_REQUEST,
+    EXPAND,
+    TOP_K_TOP_P,
     Hook(
         f"{_RUNNER}._get_spec_decode_draft_probs",
         ("spec_decode_metadata",),

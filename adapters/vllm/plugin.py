@@ -10,14 +10,27 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from spec_plugins.adapters.vllm.hooks import AUX_HIDDEN_STATES, NEW_REQUEST, PROPOSE, UPDATE_STATES
+from spec_plugins.adapters.vllm.snapshots import SERVER
 from spec_plugins.hooks import Hook, check
 
-__all__ = ["CACHE_SALT", "Installed", "install", "installed", "register", "salts_are_carried"]
+__all__ = [
+    "CACHE_SALT",
+    "WRAPPERS",
+    "Installed",
+    "drafter_of",
+    "install",
+    "installed",
+    "log_as_vllm_does",
+    "register",
+    "salts_are_carried",
+]
 
 logger = logging.getLogger("spec_plugins")
 
@@ -46,7 +59,8 @@ def register() -> None:
     Never raises.
     """
     try:
-        _log_as_vllm_does()
+        log_as_vllm_does()
+        os.environ.setdefault(SERVER, f"{os.getpid()}-{time.time_ns():x}")
         _wrap(NEW_REQUEST, _carry_salt)
     except Exception:
         logger.exception("the vLLM plug-in could not register; vLLM starts without it")
@@ -191,8 +205,8 @@ def _wrap(hook: Hook, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]
     return True
 
 
-def _log_as_vllm_does() -> None:
-    """Show our log lines as vLLM shows its own, unless the user set them up."""
+def log_as_vllm_does() -> None:
+    """Show our log lines as vLLM shows its own, unless the user set them up; any number of times."""
     theirs = logging.getLogger("vllm")
     if logger.handlers or not theirs.handlers:
         return

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spec_plugins.driver import Driver
 
-__all__ = ["SnapshotWriter", "folder", "read_snapshot"]
+__all__ = ["SERVER", "SnapshotWriter", "find_snapshot", "folder", "read_snapshot"]
 
 SECONDS_BETWEEN = 1.0
+SERVER = "SPEC_PLUGINS_SERVER"
+"""Environment variable that every process of a server inherits, set by the first one's plug-in."""
 
 
 def folder() -> Path:
@@ -38,14 +40,26 @@ def folder() -> Path:
     return path
 
 
-def _path(instance_id: str, rank: int) -> Path:
-    return folder() / f"{instance_id}.{rank}.json"
+def _name(instance_id: str, rank: int) -> str:
+    return f"{os.environ.get(SERVER, '')}.{instance_id}.{rank}.json"
 
 
-def read_snapshot(instance_id: str, rank: int) -> dict[str, Any] | None:
-    """The newest figures of a worker; ``None`` where there are none. Never raises."""
+def find_snapshot(instance_id: str, rank: int) -> Path | None:
+    """A worker's file, of this instance or, where each API process counts its own, of this server."""
+    with contextlib.suppress(OSError):
+        exact = folder() / _name(instance_id, rank)
+        if exact.exists():
+            return exact
+        if os.environ.get(SERVER):
+            # The newest, since a process may start engines one after another.
+            return max(folder().glob(_name("*", rank)), key=lambda p: p.stat().st_mtime, default=None)
+    return None
+
+
+def read_snapshot(path: Path | None) -> dict[str, Any] | None:
+    """The figures in a file; ``None`` where there are none. Never raises."""
     try:
-        found = json.loads(_path(instance_id, rank).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -60,7 +74,7 @@ class SnapshotWriter:
         self._path: Path | None = None
         try:
             _sweep()
-            self._path = _path(vllm_config.instance_id, rank_of(vllm_config))
+            self._path = folder() / _name(vllm_config.instance_id, rank_of(vllm_config))
         except OSError:
             return
         weakref.finalize(self, self._path.unlink, missing_ok=True)
@@ -78,7 +92,7 @@ class SnapshotWriter:
             "state": driver.gauges(),
             **driver.statistics.snapshot(),
         }
-        fresh = self._path.with_suffix(".new")
+        fresh = self._path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             fresh.write_text(json.dumps(figures), encoding="utf-8")
             fresh.replace(self._path)
@@ -91,8 +105,13 @@ def rank_of(vllm_config: Any) -> int:
 
 def _sweep() -> None:
     """Remove what processes left that were killed."""
-    for path in folder().glob("*.json"):
+    if not Path("/proc/self").exists():
+        return
+    for path in folder().iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            pid = int(json.loads(path.read_text(encoding="utf-8"))["pid"])
-            if not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            if path.suffix == ".json":
+                pid = int(json.loads(path.read_text(encoding="utf-8"))["pid"])
+            else:
+                pid = int(path.suffix[1:])
+            if not Path(f"/proc/{pid}").exists():
                 path.unlink()

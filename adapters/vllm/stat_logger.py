@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from spec_plugins.adapters.vllm.snapshots import SECONDS_BETWEEN, read_snapshot
+from spec_plugins.adapters.vllm.plugin import log_as_vllm_does
+from spec_plugins.adapters.vllm.snapshots import SECONDS_BETWEEN, find_snapshot, read_snapshot
 
 __all__ = ["COUNTERS", "GAUGES", "StatLogger"]
 
@@ -51,15 +54,23 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
     """Copies the newest snapshot into Prometheus metrics; idle where the drafter is not ours."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.active = False
+        try:
+            self._start(vllm_config, engine_index)
+        except Exception:
+            self._give_up()
+
+    def _start(self, vllm_config: Any, engine_index: int) -> None:
         spec = vllm_config.speculative_config
         ours = spec is not None and str(spec.model).startswith("spec_plugins.adapters.vllm.")
         first = getattr(vllm_config.parallel_config, "_api_process_rank", 0) <= 0
         self.active = ours and first
         self._instance, self._rank = vllm_config.instance_id, engine_index
-        self._next = 0.0
+        self._next, self._path = 0.0, Path()
         self._last: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}
         if self.active:
+            log_as_vllm_does()  # the plug-in's own call came before vLLM set its log up
             proposer = str(spec.model).rpartition(".")[2]
             names = vllm_config.model_config.served_model_name
             model = names[0] if isinstance(names, list) else names or vllm_config.model_config.model
@@ -78,13 +89,26 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
         """Called for each engine step; reads at most once a second."""
         if self.active and time.monotonic() >= self._next:
             self._next = time.monotonic() + SECONDS_BETWEEN
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """What fails here must not reach the loop that hands out vLLM's answers."""
+        self.active = False
+        logger.exception("the project's metrics failed; vLLM goes on without them")
 
     def refresh(self) -> None:
         """Bring the metrics up to the newest snapshot."""
-        new = read_snapshot(self._instance, self._rank)
-        if new is None:
+        path = find_snapshot(self._instance, self._rank)
+        new = read_snapshot(path)
+        if path is None or new is None:
             return
+        if path != self._path:
+            self._path = path
+            # vLLM ends its workers in a way that leaves them no time to.
+            weakref.finalize(self, path.unlink, missing_ok=True)
         old = self._last if self._last.get("pid") == new.get("pid") else {}
         for name, (label, _) in COUNTERS.items():
             before, after = _figures(old, name), _figures(new, name)
@@ -98,9 +122,14 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def log(self) -> None:
         """One line every so often, where something was drafted since the last."""
-        if not self.active:
-            return
-        self.refresh()
+        if self.active:
+            try:
+                self.refresh()
+                self._log_line()
+            except Exception:
+                self._give_up()
+
+    def _log_line(self) -> None:
         new, old = self._last, self._logged
         steps = new.get("verify_steps", 0) - old.get("verify_steps", 0)
         drafted = new.get("draft_tokens", 0) - old.get("draft_tokens", 0)

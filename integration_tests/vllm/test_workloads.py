@@ -1,9 +1,9 @@
-"""Greedy output is that of the same engine without speculation, in everything that engines are asked to do."""
+"""Greedy output is that of the same engine without speculation, whatever the engine is asked to do."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from workloads import WORKLOADS
 pytestmark = pytest.mark.contract
 
 # How the engine is set up. Preemption: room for three requests of up to 256 tokens or so, not for four.
+GRAMMAR = {"backend": "xgrammar", "disable_any_whitespace": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {"max_num_seqs": 4},
     "chunked": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
@@ -26,6 +27,8 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "combine": {"proposers": ["suffix", "ngram"], "min_tokens": 2},
 }
 CASES = [("roomy", p) for p in PROPOSERS] + [("chunked", "suffix"), ("starved", "suffix")]
+SOME = ("moving_rows", "long_prompts", "grammars", "mixed_sampling")
+"""What proposers other than ``suffix`` are asked to do."""
 
 
 @dataclass
@@ -36,8 +39,6 @@ class Run:
     """What each gave, or the exception that it raised."""
     accepted: dict[str, int]
     """Draft tokens accepted in each."""
-    held: dict[str, tuple[int, int]]
-    """Requests that had figures at the end of each, and how many there were."""
     preemptions: dict[str, float]
     statistics: Any
     metrics: dict[str, Any]
@@ -50,20 +51,22 @@ def run(make_engine: Any, prompts: list[list[int]]) -> Callable[..., Run]:
     @functools.cache
     def once(settings: str, proposer: str | None) -> Run:
         options = PROPOSERS.get(proposer or "", {})
-        with make_engine(proposer, options=options, **SETTINGS[settings]) as llm:
-            return all_workloads(llm, prompts)
+        chosen = {"structured_outputs_config": GRAMMAR, **SETTINGS[settings]}
+        with make_engine(proposer, options=options, **chosen) as llm:
+            return all_workloads(llm, prompts, tuple(WORKLOADS) if proposer in (None, "suffix") else SOME)
 
     return once
 
 
-def all_workloads(llm: Any, prompts: list[list[int]]) -> Run:
-    found = Run({}, {}, {}, {}, None, {})
-    for name, work in WORKLOADS.items():
+def all_workloads(llm: Any, prompts: list[list[int]], names: Sequence[str]) -> Run:
+    found = Run({}, {}, {}, None, {})
+    guard_steps(llm)
+    for name in names:
         llm.reset_prefix_cache()
         before = counters(llm)
         accepted = statistics_of(llm).accepted_tokens if drafter_of(llm) else 0
         try:
-            found.answers[name] = work(llm, prompts)
+            found.answers[name] = WORKLOADS[name](llm, prompts)
         except Exception as error:
             found.answers[name] = error
         found.preemptions[name] = counters(llm)["vllm:num_preemptions"] - before["vllm:num_preemptions"]
@@ -74,6 +77,28 @@ def all_workloads(llm: Any, prompts: list[list[int]]) -> Run:
     return found
 
 
+def guard_steps(llm: Any) -> None:
+    """Fail in place of a hang.
+
+    BUG: with ``suffix``, in "roomy", ``log_probabilities`` was seen to take empty steps without end, after
+    the workloads before it; alone (all prompt_logprobs, or all logprobs) it ends. Cause not found.
+    """
+    step, empty = llm.llm_engine.step, 0
+
+    def guarded() -> Any:
+        nonlocal empty
+        answers = step()
+        empty = 0 if answers else empty + 1
+        if empty > 500:
+            left = list(llm.llm_engine.output_processor.request_states)
+            llm.llm_engine.abort_request(left, internal=True)
+            empty = 0
+            raise RuntimeError(f"500 steps without any output; unfinished: {left}")
+        return answers
+
+    llm.llm_engine.step = guarded
+
+
 def counters(llm: Any) -> dict[str, Any]:
     """vLLM's own, by name; those with positions as lists."""
     return {m.name: getattr(m, "values", None) or getattr(m, "value", 0) for m in llm.get_metrics()}
@@ -82,16 +107,18 @@ def counters(llm: Any) -> dict[str, Any]:
 def same(one: Any, other: Any) -> bool:
     """Equal, numbers with a fraction nearly."""
     if isinstance(one, float):
-        return abs(one - other) < 1e-4
+        return bool(abs(one - other) < 1e-4)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
 
 
-@pytest.mark.parametrize(("settings", "proposer"), CASES)
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    ("settings", "proposer", "name"),
+    [(s, p, name) for s, p in CASES for name in (WORKLOADS if p == "suffix" else SOME)],
+)
 def test_the_output_is_that_without_speculation(
     run: Callable[..., Run], settings: str, proposer: str, name: str
 ) -> None:
