@@ -44,6 +44,9 @@ export SPEC_PLUGINS_MODEL := $(MODEL_DIR)
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# An engine's processes import thousands of files each; where they may not keep them compiled, a start takes
+# twice as long.
+unexport PYTHONDONTWRITEBYTECODE
 
 demo test-vllm: export VLLM_NO_USAGE_STATS := 1
 demo test-vllm: export VLLM_CPU_KVCACHE_SPACE ?= 1

@@ -168,7 +168,8 @@ def test_one_request_near_the_limit_stops_no_other(llm: Any, prompts: list[list[
 
 def test_what_vllm_refuses_with_speculation_is_still_refused(llm: Any, prompts: list[list[int]]) -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     for settings in ({"min_p": 0.1}, {"logit_bias": {5: 1.0}}):
-        with pytest.raises(ValueError, match="speculative decoding"):
+        with pytest.raises(VLLMValidationError, match="speculative decoding"):
             ask(llm, prompts[:1], SamplingParams(temperature=1.0, max_tokens=5, **settings))

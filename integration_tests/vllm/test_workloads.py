@@ -147,10 +147,13 @@ def test_vllms_counters_are_ours(run: Callable[..., Run], settings: str, propose
     theirs = {
         name.removeprefix("vllm:spec_decode_num_"): v for name, v in metrics.items() if "spec_decode" in name
     }
-    assert theirs["draft_tokens"] == ours["draft_tokens"]
     assert theirs["accepted_tokens"] == ours["accepted_tokens"]
     assert theirs["accepted_tokens_per_pos"] == ours["accepted_by_position"]
-    assert theirs["drafts"] == ours["drafts"]
+    # A preempted request that comes back with one token to process is padded to a draft's width, and vLLM
+    # counts the padding.
+    padded = theirs["drafts"] - ours["drafts"]
+    assert 0 <= padded <= sum(run(settings, proposer).preemptions.values())
+    assert theirs["draft_tokens"] - ours["draft_tokens"] == 6 * padded
 
 
 def test_the_starved_engine_preempts(run: Callable[..., Run]) -> None:
