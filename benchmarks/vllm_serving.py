@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +101,13 @@ def variants(env: Environment) -> tuple[list[Variant], list[str]]:
     else:
         left_out.append("vLLM's suffix, since arctic_inference is not in vLLM's environment")
     if ours:
-        chosen.append(Variant("plug-in suffix", plug_in("suffix", SUFFIX_K), "vLLM suffix"))
+        # A draft no longer than the match, as vLLM's; the project's own default is four times that.
+        chosen.append(
+            Variant("plug-in suffix", plug_in("suffix", SUFFIX_K, length_factor=1.0), "vLLM suffix")
+        )
+    if only := os.environ.get("SPEC_PLUGINS_VARIANTS"):
+        chosen = [v for v in chosen if v.name == NONE or v.name in only.split(",")]
+        left_out.append(f"what SPEC_PLUGINS_VARIANTS does not name: {only}")
     return chosen, left_out
 
 

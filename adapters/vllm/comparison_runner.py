@@ -15,6 +15,14 @@ from spec_plugins.launch import prepare
 __all__ = ["VllmRunner", "runners"]
 
 MAX_MODEL_LEN = 2048
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # What its processes say of themselves would hide the progress.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 class VllmRunner:
@@ -30,6 +38,7 @@ class VllmRunner:
             max_model_len=max_model_len,
             max_num_seqs=1,
             enforce_eager=True,
+            use_tqdm_on_load=False,
             seed=0,
             **(keywords(config) if config is not None else {}),
         )
@@ -71,9 +80,8 @@ def runners(
     model: Path, configs: Mapping[str, Config | None], say: Callable[[str], None]
 ) -> Iterator[dict[str, VllmRunner]]:
     """A runner a configuration, in float32."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     made: dict[str, VllmRunner] = {}
     try:
         for name, config in configs.items():

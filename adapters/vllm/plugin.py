@@ -81,7 +81,10 @@ def install() -> Installed:
             )
         else:
             _installed = Installed(*(_fits(hook) for hook in (PROPOSE, UPDATE_STATES, AUX_HIDDEN_STATES)))
-        _add_statistics()
+        try:
+            _add_statistics()
+        except Exception:
+            logger.exception("collective_rpc('spec_plugins_statistics') is off")
     return _installed
 
 
