@@ -85,7 +85,7 @@ def make_engine(tiny_model: Path) -> MakeEngine:
 
 
 @contextmanager
-def _engine(model: Path, proposer: str | None = None, **settings: Any) -> Iterator[Any]:
+def _engine(model: Path, /, proposer: str | None = None, **settings: Any) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
