@@ -23,9 +23,8 @@ pytestmark = [
 CONFIGS: dict[str, dict[str, Any]] = {
     "suffix": {"k": 8},
     "ngram": {"k": 4},
-    "lookahead": {"k": 6},
-    "combine": {"k": 8, "options": {"proposers": ["suffix", "ngram"], "min_tokens": 2}},
 }
+TOKENS = 24
 MakeEngine = Callable[..., AbstractContextManager[Any]]
 
 
@@ -50,7 +49,7 @@ def texts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(make_engine: MakeEngine, texts: list[list[int]]) -> list[list[int]]:
     with make_engine(model=str(MODEL), max_model_len=1024, max_num_seqs=16) as llm:
-        return greedy(llm, texts, 40, ignore_eos=False)
+        return greedy(llm, texts, TOKENS, ignore_eos=False)
 
 
 @pytest.mark.parametrize("proposer", CONFIGS)
@@ -59,7 +58,7 @@ def test_output_is_the_targets(
 ) -> None:
     settings = {"model": str(MODEL), "max_model_len": 1024, "max_num_seqs": 16, **CONFIGS[proposer]}
     with make_engine(proposer, **settings) as llm:
-        answers = greedy(llm, texts, 40, ignore_eos=False)
+        answers = greedy(llm, texts, TOKENS, ignore_eos=False)
         figures = statistics_of(llm).snapshot()
     assert len(answers) >= 60
     assert answers == expected
