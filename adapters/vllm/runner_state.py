@@ -38,7 +38,7 @@ class _Request:
 
 
 class RunnerState:
-    """One worker's requests, as the driver wants them. About 2 µs a request and step."""
+    """One worker's requests, as the driver wants them."""
 
     def __init__(self, driver: Driver, *, share_tenants: bool) -> None:
         """

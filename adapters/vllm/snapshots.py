@@ -80,7 +80,7 @@ class SnapshotWriter:
         weakref.finalize(self, self._path.unlink, missing_ok=True)
 
     def write(self, driver: Driver, *, now: bool = False) -> None:
-        """Write, unless that was less than a second ago; some 0.3 ms when it does."""
+        """Write, unless that was less than a second ago."""
         time_now = time.monotonic()
         if self._path is None or (time_now < self._next and not now):
             return
