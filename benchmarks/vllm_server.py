@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,12 +163,14 @@ class Server:
 
     Args:
         settings: flags of `vllm serve` beside those that each server gets.
+        extra: environment variables.
     """
 
     name: str
     env: Environment
     model: Path
     settings: Sequence[str]
+    extra: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=Path)
     port: int = 0
@@ -191,7 +193,7 @@ class Server:
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env={
-                    "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ,
+                    "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **self.extra,
                     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                     "PATH": f"{self.env.bin}{os.pathsep}{os.environ.get('PATH', '')}",
                 },

@@ -1,13 +1,13 @@
-"""Mixed traffic for half an hour against one `vllm serve` with a plug-in."""
+"""Mixed traffic for half an hour against `vllm serve` with a plug-in, and the same without."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
 import os
 import random
-import statistics
 import threading
 import time
 from collections import Counter
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.case import Context, Result, case
 from benchmarks.vllm_server import Server, Speculated, environment, model_dtype, plug_in
-from benchmarks.vllm_serving import CONTEXT, SUFFIX_K, cut, encoder
+from benchmarks.vllm_serving import CONTEXT, NONE, SUFFIX_K, cut, encoder
 from spec_plugins.errors import UnavailableError
 from spec_plugins.evaluation.prompts import agent_replays, humaneval, interleaved, mtbench
 
@@ -136,9 +136,66 @@ def held(server: Server) -> list[str]:
     return shown
 
 
+@dataclass
+class Soaked:
+    """One server, its traffic, and what was seen of both."""
+
+    server: Server
+    traffic: Traffic
+    empty: float = 0.0
+    """MiB resident before the first request."""
+    idle: float = 0.0
+    """MiB resident at rest, after the last."""
+    slots: list[Slot] = field(default_factory=list)
+    running: float = 0.0
+    kept: list[str] = field(default_factory=list)
+    _at: float = 0.0
+    _before: Speculated = field(default_factory=Speculated)
+    _counted: Counter[str] = field(default_factory=Counter)
+
+    def begin(self) -> None:
+        """Before the first request."""
+        self.empty, self._at, self._before = (
+            self.server.resident(),
+            time.monotonic(),
+            self.server.speculated(),
+        )
+
+    def look(self) -> Slot:
+        """What happened since the last look."""
+        if not self.server.processes() or self.traffic.outcomes["failed"] > 20:
+            raise self.server.failure(f"failed ({'; '.join(self.traffic.errors[:3])})")
+        with self.traffic.lock:
+            outcomes = self.traffic.outcomes.copy()
+        now, clock = self.server.speculated(), time.monotonic()
+        slot = Slot(clock - self._at, self.server.resident(), now - self._before, outcomes - self._counted)
+        self.slots.append(slot)
+        self._at, self._before, self._counted = clock, now, outcomes
+        return slot
+
+    def rest(self, expected: str = "") -> None:
+        """Wait until nothing runs, and until ``expected`` is among what is held."""
+        deadline = time.monotonic() + 30
+        while self.server.total("vllm:num_requests_running") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        self.running, self.kept = self.server.total("vllm:num_requests_running"), held(self.server)
+        while expected and expected not in self.kept and time.monotonic() < deadline:
+            time.sleep(0.5)  # what is held is told every ten seconds where nothing runs
+            self.kept = held(self.server)
+        self.idle = self.server.resident()
+
+    def memory(self, name: str) -> str:
+        """A sentence on the memory."""
+        return (
+            f"{name}: RSS {self.empty:.0f} MiB before the first request, {self.idle:.0f} at rest at the end; "
+            f"from row {min(SETTLED, len(self.slots))} to the last {growth(self.slots):+.0f} MiB, over "
+            f"{sum((s.outcomes for s in self.slots[SETTLED:]), Counter()).total()} requests."
+        )
+
+
 @case("vllm-soak", needs="vllm")
 def vllm_soak(context: Context) -> Result:
-    """Half an hour of mixed traffic against `vllm serve` with `suffix`: memory, acceptance, what is held."""
+    """Half an hour of mixed traffic on `vllm serve` with `suffix`, and on one without: memory, acceptance."""
     env = environment("spec_plugins.adapters.vllm")
     if "spec_plugins.adapters.vllm" not in env.modules:
         raise UnavailableError("vllm: spec_plugins.adapters.vllm is not in vLLM's environment")
@@ -149,80 +206,78 @@ def vllm_soak(context: Context) -> Result:
     encode = encoder(context.model)
     mixed = interleaved(agent_replays(context.data), humaneval(context.data), mtbench(context.data))
     limits = itertools.cycle((256, 1024, 512, 128))
-    traffic = Traffic([cut(p.messages, encode, limit) for p, limit in zip(mixed, limits, strict=False)])
+    prompts = [cut(p.messages, encode, limit) for p, limit in zip(mixed, limits, strict=False)]
     settings = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
-    settings += ["--max-num-seqs", str(CONCURRENCY), *plug_in("suffix", SUFFIX_K, cache_tokens=CACHE_TOKENS)]
-    slots: list[Slot] = []
-    context.say("starting vllm serve")
-    with Server("soak", env, context.model, settings) as server, ThreadPoolExecutor(CONCURRENCY) as pool:
-        empty = server.resident()
-        clients = [pool.submit(traffic.run, server) for _ in range(CONCURRENCY)]
+    settings += ["--max-num-seqs", str(CONCURRENCY)]
+    variants = {
+        NONE: settings,
+        "suffix": [*settings, *plug_in("suffix", SUFFIX_K, cache_tokens=CACHE_TOKENS)],
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    both: dict[str, Soaked] = {}
+    with contextlib.ExitStack() as stack:
+        for i, (name, flags) in enumerate(variants.items()):
+            context.say(f"starting vllm serve, {name}")
+            share = cores[i :: len(variants)] or cores  # or the servers' threads wait for each other
+            extra = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share))}
+            server = stack.enter_context(Server(f"soak {name}", env, context.model, flags, extra))
+            both[name] = Soaked(server, Traffic(prompts))
+        pool = stack.enter_context(ThreadPoolExecutor(CONCURRENCY * len(both)))
+        for soaked in both.values():
+            soaked.begin()
+        clients = [pool.submit(s.traffic.run, s.server) for s in both.values() for _ in range(CONCURRENCY)]
         try:
-            started = slot_started = time.monotonic()
-            before, counted = server.speculated(), Counter[str]()
+            started = time.monotonic()
             for i in range(1, max(1, round(minutes * 60 / slot_seconds)) + 1):
                 time.sleep(max(0.0, started + i * slot_seconds - time.monotonic()))
-                if not server.processes() or traffic.outcomes["failed"] > 20:
-                    raise server.failure(f"failed ({'; '.join(traffic.errors[:3])})")
-                with traffic.lock:
-                    outcomes = traffic.outcomes.copy()
-                now, clock = server.speculated(), time.monotonic()
-                slots.append(Slot(clock - slot_started, server.resident(), now - before, outcomes - counted))
-                before, counted, slot_started = now, outcomes, clock
-                length = slots[-1].speculated.acceptance_length
+                seen = {name: soaked.look() for name, soaked in both.items()}
                 context.say(
-                    f"{clock - started:.0f} of {minutes * 60:.0f} s, {outcomes.total()} requests, "
-                    f"{slots[-1].resident:.0f} MiB, acceptance length {length:.2f}"
+                    f"{time.monotonic() - started:.0f} of {minutes * 60:.0f} s; "
+                    + "; ".join(f"{name} {slot.resident:.0f} MiB" for name, slot in seen.items())
+                    + f"; acceptance length {seen['suffix'].speculated.acceptance_length:.2f}"
                 )
         finally:
-            traffic.stopped.set()
+            for soaked in both.values():
+                soaked.traffic.stopped.set()
         for client in clients:
             client.result()
         context.say("coming to rest")
-        deadline = time.monotonic() + 30
-        while server.total("vllm:num_requests_running") and time.monotonic() < deadline:
-            time.sleep(0.5)
-        running = server.total("vllm:num_requests_running")
-        kept = held(server)
-        while "spec_plugins:requests_held 0" not in kept and time.monotonic() < deadline:
-            time.sleep(0.5)  # what is held is told every ten seconds where nothing runs
-            kept = held(server)
-        idle = server.resident()
+        both[NONE].rest()
+        both["suffix"].rest("spec_plugins:requests_held 0")
 
     unit = f"{slot_seconds:.0f} s" if context.quick else "minute"
     result = Result(
-        [unit, "RSS, MiB", "done", "aborted", "failed", "tokens/s", "acceptance length"],
+        [unit, "RSS without, MiB", "RSS, MiB", "done", "aborted", "failed", "tokens/s", "acceptance length"],
         about={**env.about, "vllm_dtype": dtype},
     )
-    for i, slot in enumerate(slots, 1):
-        seen = slot.speculated
+    plain, ours = both[NONE], both["suffix"]
+    for i, (without, slot) in enumerate(zip(plain.slots, ours.slots, strict=True), 1):
+        counted = slot.speculated
         result.rows.append(
             [
                 i,
+                f"{without.resident:.0f}",
                 f"{slot.resident:.0f}",
                 *(slot.outcomes[outcome] for outcome in ("done", "aborted", "failed")),
-                f"{seen.generated / slot.seconds:.0f}",
-                f"{seen.acceptance_length:.2f}" if seen.drafts else "",
+                f"{counted.generated / slot.seconds:.0f}",
+                f"{counted.acceptance_length:.2f}" if counted.drafts else "",
             ]
         )
-    compared = min(SETTLED, (len(slots) - 1) // 2)
-    n = traffic.outcomes
-    result.notes.append(
-        f"{context.model.name}, {dtype}, suffix, K={SUFFIX_K}; {n.total()} requests over "
-        f"{len(traffic.prompts)} prompts (agents, HumanEval, MT-bench) at concurrency {CONCURRENCY}: greedy "
-        f"and sampled, streamed or not, {n['aborted']} aborted by hanging up, {n['failed']} failed. RSS is "
-        f"the sum over the processes of `vllm serve`: {empty:.0f} MiB before the first request, "
-        f"{idle:.0f} MiB at rest at the end."
-    )
+    n = ours.traffic.outcomes
+    result.notes += [
+        f"{context.model.name}, {dtype}, suffix, K={SUFFIX_K}; {n.total()} requests over {len(prompts)} "
+        f"prompts (agents, HumanEval, MT-bench) at concurrency {CONCURRENCY}: greedy and sampled, streamed "
+        f"or not, {n['aborted']} aborted by hanging up, {n['failed']} failed. One without speculation beside "
+        f"it got the same sequence, {plain.traffic.outcomes.total()} of it; each had half of the processors. "
+        "RSS is the sum over a server's processes.",
+        plain.memory("Without speculation"),
+        ours.memory("suffix"),
+    ]
+    compared = min(SETTLED, (len(ours.slots) - 1) // 2)
     if compared:
-        tail = statistics.median(slot.resident for slot in slots[-compared:])
-        result.notes.append(
-            f"RSS from row {min(SETTLED, len(slots))} to the last: {growth(slots):+.0f} MiB; the median of "
-            f"the last {compared} is {tail:.0f} MiB."
-        )
         difference, low, high = lengths_differ(
-            [slot.speculated for slot in slots[1 : 1 + compared]],
-            [slot.speculated for slot in slots[-compared:]],
+            [slot.speculated for slot in ours.slots[1 : 1 + compared]],
+            [slot.speculated for slot in ours.slots[-compared:]],
         )
         result.notes.append(
             f"Acceptance length, the last {compared} rows against rows 2 to {1 + compared}: "
@@ -230,8 +285,10 @@ def vllm_soak(context: Context) -> Result:
             f"again when all were sent; the cache of answers holds {CACHE_TOKENS:,} tokens."
         )
     result.notes.append(
-        f"Held at rest, just after a request: {', '.join(kept) or 'no gauge tells'}; {running:.0f} running."
+        f"Held at rest, just after a request: {', '.join(ours.kept) or 'no gauge tells'}; "
+        f"{ours.running:.0f} running."
     )
-    if traffic.errors:
-        result.notes.append(f"The first failure: {traffic.errors[0]}")
+    for name, soaked in both.items():
+        if soaked.traffic.errors:
+            result.notes.append(f"The first failure, {name}: {soaked.traffic.errors[0]}")
     return result

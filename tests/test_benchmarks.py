@@ -14,10 +14,11 @@ if not (Path(__file__).parents[1] / "benchmarks").is_dir():
     pytest.skip("the benchmarks are in the checkout only", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import vllm_server, vllm_serving, vllm_soak
+from benchmarks import vllm_server, vllm_serving, vllm_soak, vllm_step_cost
 from benchmarks.case import CASES
-from benchmarks.vllm_server import Answer, Block, Speculated
-from spec_plugins.errors import UnavailableError
+from benchmarks.vllm_server import Answer, Block, Environment, Speculated
+from benchmarks.vllm_step_engine import Steps
+from spec_plugins.errors import SpecPluginsError, UnavailableError
 from spec_plugins.evaluation.prompts import agent_replays
 
 
@@ -106,6 +107,93 @@ def test_memory_is_compared_with_when_it_had_settled() -> None:
     assert vllm_soak.growth(grown) == 3
 
 
+def test_a_step_costs_what_both_methods_take() -> None:
+    def steps(*propose: float) -> Steps:
+        return Steps(list(propose), [1.0] * len(propose), drafted=2 * len(propose), generated=len(propose))
+
+    ran = {"theirs": [steps(1, 3, 8), steps(9, 9, 9)], "ours": [steps(1, 1, 4), steps(19, 19, 999)]}
+    theirs, ours = vllm_step_cost.measured(ran)
+    assert theirs == ["theirs", "6 (2–10)", "1 (1–1)", "", "8 (4–11)", "2.0", "1.0", "6"]
+    # Within a repeat: a median of 2 µs to 4, and of 20 to 10.
+    assert ours[3].startswith("1.25 ")
+
+
+@pytest.mark.parametrize("modules", [("arctic_inference",), ()])
+def test_a_plug_in_is_beside_what_does_the_same(modules: Sequence[str], tmp_path: Path) -> None:
+    env = Environment(tmp_path, {}, frozenset({"spec_plugins.adapters.vllm", *modules}))
+    compared, left_out = vllm_step_cost.pairs(env)
+    names = [("vLLM ngram", "plug-in ngram"), ("vLLM suffix", "plug-in suffix")]
+    assert [(own.name, plug_in.name) for own, plug_in in compared] == names[: 1 + len(modules)]
+    assert len(left_out) == 1 - len(modules)
+    own, plug_in = (vllm_step_cost.engine_settings(v, tmp_path, [1, 16]) for v in compared[0])
+    spec = {key: s.pop("speculative_config") for key, s in (("own", own), ("plug-in", plug_in))}
+    assert spec["own"]["num_speculative_tokens"] == spec["plug-in"]["num_speculative_tokens"]
+    assert plug_in.pop("additional_config") == {"spec_plugins": {"options": {"min_ngram": 2, "max_ngram": 4}}}
+    assert own == plug_in
+
+
+VLLM = """
+import numpy as np
+from types import SimpleNamespace as Some
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+class LLM:
+    def __init__(self, **settings):
+        print("not an answer")
+        assert settings == {"model": "tiny"}, "no such model"
+
+    def generate(self, prompts, how, use_tqdm):
+        runner, n = GPUModelRunner(), len(prompts)
+        lengths = np.array([len(p["prompt_token_ids"]) for p in prompts])
+        steps = [(0, n), (lengths - 1, n), (lengths, n), (lengths + 2, n), (lengths, 1)]
+        for computed, rows in steps:
+            computed = computed + 0 * lengths
+            runner.input_batch = Some(num_computed_tokens_cpu=computed, num_prompt_tokens=lengths)
+            runner._update_states(None)
+            runner.propose_draft_token_ids(None, [[1, 2]] * rows, None)
+
+SamplingParams = Some
+"""
+RUNNER = """
+class GPUModelRunner:
+    def _update_states(self, scheduler_output): pass
+    def propose_draft_token_ids(self, scheduler_output, sampled, more): return [[7] * 5 for _ in sampled]
+"""
+
+
+@pytest.fixture
+def engine_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """An environment with something that looks like vLLM."""
+    runner = tmp_path / "vllm" / "v1" / "worker" / "gpu_model_runner.py"
+    runner.parent.mkdir(parents=True)
+    runner.write_text(RUNNER)
+    (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return Environment(tmp_path, {}, frozenset())
+
+
+def test_steps_count_in_which_the_whole_batch_decodes(
+    engine_environment: Environment, tmp_path: Path
+) -> None:
+    engine = vllm_step_cost.Engine("tiny", engine_environment, {"model": "tiny"}, tmp_path)
+    with engine:
+        steps = [engine.run([[1, 2, 3]] * 4, 2, 9), engine.run([[1, 2, 3]], 1, 9)]
+    assert [len(s.propose) for s in steps] == [len(s.update) for s in steps] == [4, 3]
+    assert [(s.drafted, s.generated) for s in steps] == [(4 * 2 * 5, 4 * 2 * 2), (3 * 5, 3 * 2)]
+    assert engine.process is not None
+    assert engine.process.returncode == 0
+    assert "not an answer" in engine.log.read_text()
+
+
+def test_an_engine_that_does_not_start_says_why(engine_environment: Environment, tmp_path: Path) -> None:
+    engine = vllm_step_cost.Engine("tiny", engine_environment, {"model": "huge"}, tmp_path)
+    with pytest.raises(SpecPluginsError, match=r"vLLM \(tiny\) ended with 1(.|\n)*no such model"), engine:
+        pass
+
+
 def test_a_missing_environment_names_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEC_PLUGINS_VLLM_BIN", str(tmp_path))
     with pytest.raises(UnavailableError, match="make environment-vllm"):
@@ -113,4 +201,8 @@ def test_a_missing_environment_names_what_makes_it(tmp_path: Path, monkeypatch: 
 
 
 def test_cases_of_engines_run_by_name_only() -> None:
-    assert {name for name, case in CASES.items() if case.needs} >= {"vllm-serving", "vllm-soak"}
+    assert {name for name, case in CASES.items() if case.needs} >= {
+        "vllm-serving",
+        "vllm-soak",
+        "vllm-step-cost",
+    }
