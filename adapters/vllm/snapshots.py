@@ -8,11 +8,14 @@ worker runs on another, its figures are missing, and nothing else is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
+import multiprocessing.util
 import os
+import stat
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from spec_plugins.driver import Driver
 
 __all__ = ["SERVER", "SnapshotWriter", "find_snapshot", "folder", "read_snapshot"]
+
+logger = logging.getLogger("spec_plugins")
 
 SECONDS_BETWEEN = 1.0
 SERVER = "SPEC_PLUGINS_SERVER"
@@ -30,13 +35,21 @@ def folder() -> Path:
     """Where snapshots lie: this user's, closed to others; ``SPEC_PLUGINS_RUN_DIR`` moves it.
 
     Raises:
-        OSError: it cannot be made, or belongs to somebody else.
+        OSError: it cannot be made, or somebody else could put files there: anyone may have made it first in
+            the temporary directory.
     """
     default = f"{tempfile.gettempdir()}/spec-plugins-{os.getuid()}"
     path = Path(os.environ.get("SPEC_PLUGINS_RUN_DIR") or default)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to another user; set SPEC_PLUGINS_RUN_DIR")
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{path} is a link; set SPEC_PLUGINS_RUN_DIR to a folder of your own")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user; set SPEC_PLUGINS_RUN_DIR to one of your own")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"others can write to {path}; `chmod go-w {path}`, or set SPEC_PLUGINS_RUN_DIR to another folder"
+        )
     return path
 
 
@@ -66,7 +79,7 @@ def read_snapshot(path: Path | None) -> dict[str, Any] | None:
 
 
 class SnapshotWriter:
-    """Writes one worker's figures. Without a folder to write to it does nothing."""
+    """Writes one worker's figures. Without a folder to write to it says so once, and does nothing."""
 
     def __init__(self, vllm_config: Any, proposer: str) -> None:
         self.proposer = proposer
@@ -75,9 +88,11 @@ class SnapshotWriter:
         try:
             _sweep()
             self._path = folder() / _name(vllm_config.instance_id, rank_of(vllm_config))
-        except OSError:
+        except OSError as error:
+            _warn(str(error))
             return
-        weakref.finalize(self, self._path.unlink, missing_ok=True)
+        # Not weakref's, which a process forked by multiprocessing never runs at its end.
+        multiprocessing.util.Finalize(self, self._path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
 
     def write(self, driver: Driver, *, now: bool = False) -> None:
         """Write, unless that was less than a second ago."""
@@ -96,6 +111,12 @@ class SnapshotWriter:
         with contextlib.suppress(OSError):
             fresh.write_text(json.dumps(figures), encoding="utf-8")
             fresh.replace(self._path)
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    """Once a process for each reason, though it may make many engines."""
+    logger.warning("this project's metrics are off, all else works: %s", why)
 
 
 def rank_of(vllm_config: Any) -> int:
