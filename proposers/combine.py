@@ -86,6 +86,9 @@ class CombineProposer(Proposer):
             part.load(target)
             self._firsts.append(first)
             first += len(part.sources)
+        if self._merges:  # compiled now, and not in the first step
+            none = np.empty(0, np.int32)
+            merge(none, none, none, 1)
 
     def propose(self, step: Step) -> Sequence[Draft]:
         if self._merges:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,18 +196,19 @@ class Driver:
                 draft tokens of each were verified. ``None``: all that were handed out.
             step_seconds: how long the engine's whole step took.
         """
-        pending, nodes, depths = self._pending, self._nodes, self._depths
-        answers = accepted.tolist()
-        rows = []
-        for r, a in zip(request_ids, answers, strict=True):
+        pending, answers = self._pending, accepted.tolist()
+        cuts = [sys.maxsize] * len(answers) if verified is None else verified.tolist()
+        rows, drafted, deepest = [], [], []
+        for r, a, cut in zip(request_ids, answers, cuts, strict=True):
             row = pending.pop(r, -1)
             if row < 0 and r not in self._prompts:
                 self._strangers.add(r)
-            rows.append(row if a >= 0 else -1)
-        drafted, deepest = [nodes[row] for row in rows], [depths[row] for row in rows]
-        if verified is not None:
-            drafted = [min(d, v) for d, v in zip(drafted, verified.tolist(), strict=True)]
-            deepest = [min(d, v) for d, v in zip(deepest, drafted, strict=True)]
+            if a < 0:
+                row = -1
+            nodes = min(self._nodes[row], cut)
+            rows.append(row)
+            drafted.append(nodes)
+            deepest.append(min(self._depths[row], nodes))
         if self._predictions:
             self._verified = {r: row for r, row in zip(request_ids, rows, strict=True) if row >= 0}
         sums = self.statistics.count(request_ids, deepest, drafted, answers)

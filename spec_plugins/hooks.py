@@ -6,14 +6,20 @@ this one, so that it can be read where the engine, and so the adapter, cannot be
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Hook", "HookStatus", "check", "hooks_of"]
+__all__ = ["Hook", "HookStatus", "check", "fits", "hooks_of", "is_wrapped", "place", "wrap"]
+
+logger = logging.getLogger("spec_plugins")
+_OURS = "_spec_plugins_wraps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,47 @@ def check(hook: Hook) -> HookStatus:
         return HookStatus(hook, "changed", f"has no signature: {error}")
     detail = _differs(list(signature.parameters.values()), hook.parameters, hook.passes_on)
     return HookStatus(hook, "changed" if detail else "ok", detail)
+
+
+def fits(hook: Hook) -> bool:
+    """Whether the installed engine is as the hook says; warns where it is not."""
+    found = check(hook)
+    if found.status != "ok":
+        logger.warning("%s is not as expected (%s): %s is off", hook.path, found.detail, hook.purpose)
+    return found.status == "ok"
+
+
+def is_wrapped(hook: Hook) -> bool:
+    """Whether :func:`wrap` did its work in this process."""
+    owner, name = place(hook)
+    found = vars(owner).get(name)
+    return hasattr(getattr(found, "__func__", found), _OURS)
+
+
+def wrap(hook: Hook, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Wrap a function of a module or a method of a class, once; whether it is wrapped then.
+
+    One that is not as the hook says is left alone, and said so. A class method comes to ``wrapper`` as the
+    descriptor, and what is made of it takes the class first.
+    """
+    if not fits(hook):
+        return False
+    if not is_wrapped(hook):
+        owner, name = place(hook)
+        found = vars(owner)[name]
+        is_class_method = isinstance(found, classmethod)
+        inner = found.__func__ if is_class_method else found
+        made = functools.wraps(inner)(wrapper(found if is_class_method else inner))
+        setattr(made, _OURS, True)
+        setattr(owner, name, classmethod(made) if is_class_method else made)
+    return True
+
+
+def place(hook: Hook) -> tuple[Any, str]:
+    """The module or class that holds it, and its name there."""
+    module, _, path = hook.path.partition(":")
+    owners, _, name = path.rpartition(".")
+    return functools.reduce(getattr, filter(None, owners.split(".")), importlib.import_module(module)), name
 
 
 def hooks_of(engine_package: str) -> tuple[Hook, ...]:

@@ -151,7 +151,9 @@ class Statistics:
     def count_source(self, name: str, draft_tokens: int, accepted_tokens: int) -> None:
         """Credit one source."""
         if draft_tokens:
-            figures = self.by_source.setdefault(name, SourceStatistics())
+            figures = self.by_source.get(name)
+            if figures is None:
+                figures = self.by_source[name] = SourceStatistics()
             figures.draft_tokens += draft_tokens
             figures.accepted_tokens += accepted_tokens
 

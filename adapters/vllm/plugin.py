@@ -7,8 +7,6 @@ says is left alone, and said so.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 import os
 import time
@@ -18,7 +16,7 @@ from typing import Any
 
 from spec_plugins.adapters.vllm.hooks import AUX_HIDDEN_STATES, NEW_REQUEST, PROPOSE, UPDATE_STATES
 from spec_plugins.adapters.vllm.snapshots import SERVER
-from spec_plugins.hooks import Hook, check
+from spec_plugins.hooks import fits, is_wrapped, wrap
 
 __all__ = [
     "CACHE_SALT",
@@ -36,7 +34,6 @@ logger = logging.getLogger("spec_plugins")
 
 CACHE_SALT = "spec_plugins_cache_salt"
 """Attribute of vLLM's ``NewRequestData`` in which a request's cache salt travels to the worker."""
-_OURS = "_spec_plugins_wraps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,14 @@ def register() -> None:
     try:
         log_as_vllm_does()
         os.environ.setdefault(SERVER, f"{os.getpid()}-{time.time_ns():x}")
-        _wrap(NEW_REQUEST, _carry_salt)
+        wrap(NEW_REQUEST, _carry_salt)
     except Exception:
         logger.exception("the vLLM plug-in could not register; vLLM starts without it")
 
 
 def salts_are_carried() -> bool:
     """Whether :func:`register` was let run here, and so in the scheduler's process too."""
-    return _is_wrapped(NEW_REQUEST)
+    return is_wrapped(NEW_REQUEST)
 
 
 def install() -> Installed:
@@ -77,10 +74,10 @@ def install() -> Installed:
     if _installed is None:
         if patching:
             _installed = Installed(
-                _wrap(PROPOSE, _propose), _wrap(UPDATE_STATES, _update_states), _wrap(AUX_HIDDEN_STATES, _aux)
+                wrap(PROPOSE, _propose), wrap(UPDATE_STATES, _update_states), wrap(AUX_HIDDEN_STATES, _aux)
             )
         else:
-            _installed = Installed(*(_fits(hook) for hook in (PROPOSE, UPDATE_STATES, AUX_HIDDEN_STATES)))
+            _installed = Installed(*(fits(hook) for hook in (PROPOSE, UPDATE_STATES, AUX_HIDDEN_STATES)))
         try:
             _add_statistics()
         except Exception:
@@ -172,40 +169,6 @@ def _add_statistics() -> None:
         return None if drafter is None else drafter.statistics(request_id)
 
     WorkerBase.spec_plugins_statistics = spec_plugins_statistics
-
-
-def _fits(hook: Hook) -> bool:
-    found = check(hook)
-    if found.status != "ok":
-        logger.warning("%s is not as expected (%s): %s is off", hook.path, found.detail, hook.purpose)
-    return found.status == "ok"
-
-
-def _place(hook: Hook) -> tuple[Any, str]:
-    module, _, path = hook.path.partition(":")
-    owner, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), owner), name
-
-
-def _is_wrapped(hook: Hook) -> bool:
-    owner, name = _place(hook)
-    found = owner.__dict__.get(name)
-    return hasattr(getattr(found, "__func__", found), _OURS)
-
-
-def _wrap(hook: Hook, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Wrap a method of a class, unless it is or does not fit; whether it is wrapped then."""
-    if not _fits(hook):
-        return False
-    if not _is_wrapped(hook):
-        owner, name = _place(hook)
-        found = owner.__dict__[name]
-        is_class_method = isinstance(found, classmethod)
-        inner = found.__func__ if is_class_method else found
-        made = functools.wraps(inner)(wrapper(found if is_class_method else inner))
-        setattr(made, _OURS, True)
-        setattr(owner, name, classmethod(made) if is_class_method else made)
-    return True
 
 
 def log_as_vllm_does() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +12,12 @@ import numpy as np
 from spec_plugins.adapters.vllm.plugin import CACHE_SALT
 from spec_plugins.driver import Driver
 from spec_plugins.proposer import Drafts, IntArray, Need, Packed, Sampling
+from spec_plugins.request_switch import RequestSwitch
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SWITCH", "RunnerState"]
-
-logger = logging.getLogger("spec_plugins")
-
-SWITCH = "spec_plugins_num_speculative_tokens"
-"""Per request, in ``extra_args`` or ``vllm_xargs``: at most so many draft tokens; 0 opts out."""
+__all__ = ["RunnerState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +50,7 @@ class RunnerState:
         self._tenants: dict[str, str] = {}
         self._last_ids: set[str] = set()
         self._last_time = 0.0
-        self._warned = False
+        self._switch = RequestSwitch(driver.target.num_speculative_tokens)
 
     def update(self, scheduler_output: Any) -> None:
         """Learn which requests are new and which are over."""
@@ -96,39 +91,20 @@ class RunnerState:
         if len(known) > len(runner.requests) + n:  # where update() is not called
             known = self._requests = {r: q for r, q in known.items() if r in runner.requests}
         requests = [known.get(r) or self._admit(r, runner) for r in ids]
-        accepted = np.array([len(s) for s in sampled_token_ids], np.int32) - 1
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        drafts = [scheduled.get(r, ()) for r in ids]
-        widths = np.array([len(d) for d in drafts], np.int32)
-        verified = np.array([_real(d) for d in drafts], np.int32)
-        computed = np.array([scheduler_output.num_scheduled_tokens[r] for r in ids], np.int32)
-        before = batch.num_computed_tokens_cpu[:n]
-        prompts = np.array([q.prompt for q in requests], np.int32)
-        decoded = (computed - widths == 1) & (before >= prompts)
-        driver.observe(
-            ids,
-            np.where(decoded, accepted, -1).astype(np.int32),
-            verified=verified,
-            step_seconds=self._step_seconds(ids),
+        accepted, verified, lengths, limits, prompts, fed, kept = self._read_step(
+            ids, requests, batch, scheduler_output, sampled_token_ids
         )
-
-        lengths = batch.num_tokens_no_spec[:n].astype(np.int32)
+        driver.observe(ids, accepted, verified=verified, step_seconds=self._step_seconds(ids))
         states = aux = None
         if self._wants_states or self._wants_aux:
-            # Of an unfinished prompt, just what the target has seen, and the token after it.
-            reached = before + computed + 1
-            lengths = np.where(accepted < 0, np.minimum(lengths, reached), lengths).astype(np.int32)
-            states, aux = self._states(computed, widths, accepted, hidden_states, aux_hidden_states)
-        limits = np.array([(q.longest, q.cap) for q in requests], np.int32).reshape(n, 2)
-        room = np.minimum(limits[:, 0] - 1 - lengths, limits[:, 1])
-        room = np.minimum(room, _scheduler_limit(scheduler_output, driver.target.num_speculative_tokens))
+            states, aux = self._states(fed, kept, hidden_states, aux_hidden_states)
         found = driver.propose(
             ids,
             batch.token_ids_cpu,
             np.arange(n, dtype=np.int32),
             lengths,
             alive=runner.requests,
-            limits=np.where(accepted < 0, 0, np.maximum(room, 0)).astype(np.int32),
+            limits=limits,
             prompt_lengths=prompts,
             tenants=[self._tenants.get(r, "") for r in ids] if self.share_tenants else ids,
             sampling=_sampling(requests) if self._wants_sampling else None,
@@ -138,6 +114,39 @@ class RunnerState:
         if found.probs is not None:
             _hand_over_probabilities(runner, ids, found, driver.target.vocab_size)
         return found
+
+    def _read_step(
+        self,
+        ids: Sequence[str],
+        requests: Sequence[_Request],
+        batch: Any,
+        scheduler_output: Any,
+        sampled_token_ids: Sequence[Sequence[int]],
+    ) -> IntArray:
+        """``[7, n]``, of each request: draft tokens accepted (-1 where nothing was decoded) and verified,
+        its length, how many draft tokens it can take, its prompt's length, tokens fed to the target and
+        how many of them stay."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
+        most = _scheduler_limit(scheduler_output, self.driver.target.num_speculative_tokens)
+        n = len(ids)
+        computed, lengths = batch.num_computed_tokens_cpu[:n].tolist(), batch.num_tokens_no_spec[:n].tolist()
+        found = []  # in plain Python: at such sizes a call of numpy costs more than a request does here
+        for r, q, sampled, before, tokens in zip(
+            ids, requests, sampled_token_ids, computed, lengths, strict=True
+        ):
+            fed, draft = scheduled[r], scheduled_drafts.get(r, ())
+            certain, accepted = fed - len(draft), len(sampled) - 1
+            decoded = certain == 1 and before >= q.prompt
+            length, kept, room = tokens, certain, 0
+            if accepted >= 0:
+                kept, room = certain + accepted, max(0, min(q.longest - 1 - length, q.cap, most))
+            elif self._wants_states or self._wants_aux:
+                # Of an unfinished prompt, just what the target has seen, and the token after it.
+                length = min(tokens, before + fed + 1)
+            found.append((accepted if decoded else -1, _real(draft), length, room, q.prompt, fed, kept))
+        figures: IntArray = np.array(found, np.int32).reshape(n, 7).T.copy()
+        return figures
 
     def _step_seconds(self, ids: Sequence[str]) -> float | None:
         """Since the step before, where a request ran on, so that the engine cannot have been idle."""
@@ -155,48 +164,28 @@ class RunnerState:
         if params is not None:
             if params.max_tokens is not None:
                 longest = min(longest, prompt + int(params.max_tokens))
-            cap = min(cap, self._wanted(params.extra_args, cap))
+            cap = self._switch.wanted(params.extra_args)
             sampling = (params.temperature, max(0, params.top_k), params.top_p, params.min_p)
         self._requests[request_id] = found = _Request(longest, cap, prompt, sampling)
         return found
 
-    def _wanted(self, extra_args: Any, most: int) -> int:
-        value = extra_args.get(SWITCH) if isinstance(extra_args, dict) else None
-        if value is None:
-            return most
-        # JSON may bring 2.0 for 2, or an infinity.
-        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else -1
-        if number >= 0 and number % 1 == 0:
-            return int(number)
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s: %r cannot be used; set it to a whole number, 0 for no drafts. The request drafts as "
-                "without it (logged once)",
-                SWITCH,
-                value,
-            )
-        return most
-
     def _states(
         self,
-        computed: IntArray,
-        widths: IntArray,
-        accepted: IntArray,
+        fed: IntArray,
+        kept: IntArray,
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor] | None,
     ) -> tuple[Packed[torch.Tensor] | None, Packed[torch.Tensor] | None]:
         """Hidden states at the positions that stay, packed. A copy only where drafts were rejected."""
         import torch
 
-        ends = np.cumsum(computed)
-        kept = computed - widths + np.maximum(accepted, 0)
+        ends = np.cumsum(fed)
         offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)
         total = int(ends[-1]) if len(ends) else 0
         if int(offsets[-1]) == total:
             where: Any = slice(0, total)
         else:
-            shift = np.repeat(ends - computed - offsets[:-1], kept)
+            shift = np.repeat(ends - fed - offsets[:-1], kept)
             where = torch.from_numpy(np.arange(offsets[-1]) + shift).to(hidden_states.device)
         states = Packed(hidden_states[where], offsets) if self._wants_states else None
         if not self._wants_aux or not aux_hidden_states:

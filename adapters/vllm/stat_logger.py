@@ -8,46 +8,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from spec_plugins.adapters.vllm.plugin import log_as_vllm_does
 from spec_plugins.adapters.vllm.snapshots import SECONDS_BETWEEN, find_snapshot, read_snapshot
+from spec_plugins.metrics import Metrics, figures
 
-__all__ = ["COUNTERS", "GAUGES", "StatLogger"]
+__all__ = ["StatLogger"]
 
 logger = logging.getLogger("spec_plugins")
-
-COUNTERS = {
-    "drafted_at_position": ("position", "Drafts that reached this position, from 0."),
-    "accepted_at_position": ("position", "Drafts accepted up to and with this position."),
-    "draft_tokens": ("source", "Draft tokens verified, by who guessed them."),
-    "accepted_tokens": ("source", "Draft tokens accepted, by who guessed them."),
-    "faults": ("fault", "Contained faults of the proposer."),
-    "verify_steps": ("", "Target forward passes that decoded, summed over requests."),
-    "steps": ("", "Engine steps in which the proposer was asked."),
-    "skipped_steps": ("", "Engine steps without drafts because it rested or was late."),
-    "rests": ("", "How often it was put to rest."),
-    "propose_seconds": ("", "Seconds spent in the proposer and in checking its drafts."),
-}
-GAUGES = {
-    "budget": ("", "Draft tokens allowed a request, the mean of the newest step."),
-    "requests_held": ("", "Requests that the proposer holds state for."),
-    "state": ("figure", "What the proposer says of the state it holds."),
-}
-PREFIX = "spec_plugins:"
-_LABELS = ("model_name", "engine", "proposer")
-_metrics: dict[str, Any] = {}
-
-
-def _metric(name: str, label: str, text: str, kind: Any) -> Any:
-    """One metric a process, however many engines it makes."""
-    if name not in _metrics:
-        labels = [*_LABELS, *([label] if label else [])]
-        # Several API processes add their counts up; ours are all in one of them.
-        more = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
-        _metrics[name] = kind(PREFIX + name, text, labels, **more)
-    return _metrics[name]
 
 
 class StatLogger(StatLoggerBase):  # type: ignore[misc]
@@ -71,13 +40,10 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
         self._logged: dict[str, Any] = {}
         if self.active:
             log_as_vllm_does()  # the plug-in's own call came before vLLM set its log up
-            proposer = str(spec.model).rpartition(".")[2]
+            self._proposer = str(spec.model).rpartition(".")[2]
             names = vllm_config.model_config.served_model_name
             model = names[0] if isinstance(names, list) else names or vllm_config.model_config.model
-            self._values = (model, str(engine_index), proposer)
-            for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES)):
-                for name, (label, text) in table.items():
-                    _metric(name, label, text, kind)
+            self._metrics = Metrics(model, str(engine_index), self._proposer)
 
     def record(
         self,
@@ -109,15 +75,7 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
             self._path = path
             # vLLM ends its workers in a way that leaves them no time to.
             weakref.finalize(self, path.unlink, missing_ok=True)
-        old = self._last if self._last.get("pid") == new.get("pid") else {}
-        for name, (label, _) in COUNTERS.items():
-            before, after = _figures(old, name), _figures(new, name)
-            for key, value in after.items():
-                metric = _metrics[name].labels(*self._values, *([key] if label else []))
-                metric.inc(max(0, value - before.get(key, 0)))
-        for name, (label, _) in GAUGES.items():
-            for key, value in _figures(new, name).items():
-                _metrics[name].labels(*self._values, *([key] if label else [])).set(value)
+        self._metrics.update(new)
         self._last = new
 
     def log(self) -> None:
@@ -136,15 +94,15 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
         if steps <= 0 or not drafted:
             return
         accepted = new["accepted_tokens"] - old.get("accepted_tokens", 0)
-        before, after = _figures(old, "drafted_at_position"), _figures(new, "drafted_at_position")
-        kept_before, kept = _figures(old, "accepted_at_position"), _figures(new, "accepted_at_position")
+        before, after = figures(old, "drafted_at_position"), figures(new, "drafted_at_position")
+        kept_before, kept = figures(old, "accepted_at_position"), figures(new, "accepted_at_position")
         rates = [
             (kept[p] - kept_before.get(p, 0)) / d for p in after if (d := after[p] - before.get(p, 0)) > 0
         ]
         logger.info(
             "proposer %s: acceptance length %.2f, %d of %d draft tokens accepted; of those drafted at each "
             "position %s; faults %d",
-            self._values[2],
+            self._proposer,
             1 + accepted / steps,
             accepted,
             drafted,
@@ -155,14 +113,3 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: the worker has."""
-
-
-def _figures(snapshot: dict[str, Any], name: str) -> dict[str, float]:
-    """A metric's values by its label's; under an empty label where it has none."""
-    if name in ("drafted_at_position", "accepted_at_position"):
-        found = snapshot.get(name.replace("_at_", "_by_"), [])
-        return {str(position): value for position, value in enumerate(found)}
-    if name in ("draft_tokens", "accepted_tokens"):
-        return {source: s[name] for source, s in snapshot.get("sources", {}).items()}
-    found = snapshot.get(name, {})
-    return dict(found) if isinstance(found, dict) else {"": found}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import prompts_of_tiny_model, save_tiny_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -37,45 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 128 tokens whose greedy text repeats itself now and then, with a tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny_model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    printable = [chr(c) for c in range(32, 127)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=128,
-        special_tokens=["</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()[:0] or printable,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["".join(printable), "\n"], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
-    fast.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    fast.save_pretrained(folder)
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, initializer_range=0.12,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    """The folder of a small random model."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Token ids of a dozen prompts: short and long, some with a beginning in common."""
-    shared = [(7 * i) % 120 + 3 for i in range(40)]
-    return [
-        *([5 + i, 9, 14, 9, 14 + i] for i in range(4)),
-        *([*shared, 20 + i, 21, 22] for i in range(4)),
-        *([(i * j) % 120 + 3 for j in range(60 + 10 * i)] for i in range(1, 5)),
-    ]
+    """Token ids."""
+    return prompts_of_tiny_model()
 
 
 @pytest.fixture(scope="session")

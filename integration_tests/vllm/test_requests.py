@@ -74,7 +74,7 @@ def test_the_switch_holds_for_its_request_alone(llm: Any, prompts: list[list[int
 @pytest.mark.contract
 @pytest.mark.parametrize("bad", ["x", -1, 1.5, True])
 def test_a_bad_switch_is_named_once(llm: Any, prompts: list[list[int]], bad: Any) -> None:
-    drafter_of(llm).state._warned = False  # of the parameter before this
+    drafter_of(llm).state._switch._warned = False  # of the parameter before this
     with our_warnings() as warnings:
         answers = ask(llm, prompts[:2], params(40, bad))
         assert token_ids(answers) == greedy(llm, prompts[:2], 40)

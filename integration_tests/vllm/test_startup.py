@@ -12,6 +12,8 @@ from typing import Any, cast
 import pytest
 from offline import drafter_of, greedy, our_warnings, statistics_of
 
+from spec_plugins import hooks
+
 plugin = pytest.importorskip("spec_plugins.adapters.vllm.plugin", reason="needs vLLM: make environment-vllm")
 
 LENGTHS = [5 + 23 * i % 60 for i in range(12)]
@@ -31,8 +33,8 @@ def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own methods, as in a process in which nothing was wrapped yet."""
     pytest.importorskip("vllm", reason="needs vLLM: make environment-vllm")
     for hook in plugin.WRAPPERS:
-        owner, name = plugin._place(hook)
-        if plugin._is_wrapped(hook):
+        owner, name = hooks.place(hook)
+        if hooks.is_wrapped(hook):
             monkeypatch.setattr(owner, name, owner.__dict__[name].__wrapped__)
         else:
             monkeypatch.setattr(owner, name, owner.__dict__[name])  # so that it is put back
@@ -61,7 +63,7 @@ def test_a_method_that_is_not_as_expected_is_left_alone(
     hook = getattr(plugin, name)
     monkeypatch.setattr(plugin, name, wrong(hook))
     with our_warnings() as warnings, make_engine("ngram", max_num_seqs=4) as llm:
-        assert not plugin._is_wrapped(hook)
+        assert not hooks.is_wrapped(hook)
         assert (drafter_of(llm).state is None) == (name == "PROPOSE")
         assert moving_rows(llm, prompts) == rich[0]
         figures = statistics_of(llm).snapshot()
@@ -74,7 +76,7 @@ def test_a_method_that_is_not_as_expected_is_left_alone(
 
 
 def test_without_salts_each_request_is_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name = plugin._place(plugin.NEW_REQUEST)
+    owner, name = hooks.place(plugin.NEW_REQUEST)
     found = owner.__dict__[name]
     inner = getattr(found.__func__, "__wrapped__", None)
     monkeypatch.setattr(owner, name, found if inner is None else inner)
