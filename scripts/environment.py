@@ -6,8 +6,10 @@ Nothing is done where the environment already holds what is asked for. One whose
 interrupted is made afresh, because pip takes a half-copied package for an installed one; pip's own
 cache keeps that quick. All that is remembered stands in one stamp, written last.
 
-Two options mend what an engine's packages declare: ``--without`` removes what they ask for and do not
-work with, ``--provides`` adds the name of a distribution that they look up and do not bring.
+Options mend what an engine's packages declare: ``--without`` removes what they ask for and do not work
+with, ``--alone`` installs one of them without what it asks for, ``--provides`` adds the name of a
+distribution that they look up and do not bring. ``--path`` adds a folder of the checkout, with all that
+stands in for what an engine asks for.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE = os.environ.get("SPEC_PLUGINS_CACHE", "~/.cache/spec-plugins")
 # Marks the distributions that this script wrote; pip leaves its own name there.
 INSTALLER = "spec-plugins environment.py"
+# Holds the folders that ``--path`` names.
+PATH_FILE = "spec-plugins-paths.pth"
 
 
 class SetupError(Exception):
@@ -112,6 +116,24 @@ def provide(site: Path, provided: Sequence[str]) -> None:
         (folder / "RECORD").write_text("".join(f"{folder.name}/{file},,\n" for file in files))
 
 
+def add_paths(site: Path, folders: Sequence[Path]) -> None:
+    """Put folders on the environment's ``sys.path``, in place of any that were added before.
+
+    They come after what is installed. Like an environment's own folder, each is searched for ``.pth`` files
+    and for distributions, whose entry points are found.
+
+    Args:
+        site: where the environment keeps what is installed in it.
+        folders: absolute.
+    """
+    file = site / PATH_FILE
+    if folders:
+        lines = (f"import site; site.addsitedir({str(folder)!r})\n" for folder in folders)
+        file.write_text("".join(lines), encoding="utf-8")
+    else:
+        file.unlink(missing_ok=True)
+
+
 def digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -134,6 +156,8 @@ def ensure(  # the one function behind every environment of the project
     identity: str,
     without: Sequence[str] = (),
     provides: Sequence[str] = (),
+    alone: Sequence[str] = (),
+    paths: Sequence[str] = (),
 ) -> Path:
     """Bring an environment up to date and return its interpreter.
 
@@ -145,6 +169,8 @@ def ensure(  # the one function behind every environment of the project
         identity: changes when the project has to be installed again, though it needs nothing new.
         without: what is removed again after pip has installed the rest.
         provides: names and versions to find in it, with no files behind them (see ``provide``).
+        alone: what pip installs without what it asks for.
+        paths: folders of the checkout to put on its ``sys.path`` (see ``add_paths``).
     """
     inside = folder / "bin" / "python"
     stamp = folder / ".complete"
@@ -157,11 +183,10 @@ def ensure(  # the one function behind every environment of the project
     pyproject = (CHECKOUT / "pyproject.toml").read_text()
     sources = [(CHECKOUT / "setup.cfg").read_text(), pyproject.partition("\n[tool.")[0]]
     extras = [p.partition("[")[2] for p in project]
-    wanted = {
-        "python": version,
-        "packages": digest(sources, list(requirements), extras, list(without), list(provides)),
-        "project": identity,
-    }
+    parts = [sources, list(requirements), extras, list(without), list(provides)]
+    if alone or paths:  # else the digest stays what it was before there were these
+        parts += [list(alone), list(paths)]
+    wanted = {"python": version, "packages": digest(*parts), "project": identity}
     with locked(folder.with_name(folder.name + ".lock"), folder.name):
         try:
             found = json.loads(stamp.read_text())
@@ -180,12 +205,16 @@ def ensure(  # the one function behind every environment of the project
         if found.get("packages") != wanted["packages"]:
             # What is imported is compiled then; compiling all of torch here takes as long as the rest.
             pip(inside, "install", "--progress-bar", "off", "--no-compile", *requirements, *project)
+            if alone:
+                pip(inside, "install", "--progress-bar", "off", "--no-compile", "--no-deps", *alone)
         if found and found["project"] != identity:
             pip(inside, "install", "--no-deps", "--force-reinstall", *project)
         if without:  # each time: pip installs again what it finds missing
             print(f"  removing {', '.join(without)}", flush=True)
             pip(inside, "uninstall", "--yes", *without)
-        provide(site_packages(inside), provides)
+        site = site_packages(inside)
+        provide(site, provides)
+        add_paths(site, [CHECKOUT / path for path in paths])
         stamp.write_text(json.dumps(wanted))
         print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
     return inside
@@ -199,6 +228,13 @@ def pinned(text: str) -> list[str]:
     for item in listed(text):
         if not re.fullmatch(r"[\w.-]+==[\w.+!]+", item):
             raise argparse.ArgumentTypeError(f"{item!r} is not NAME==VERSION")
+    return listed(text)
+
+
+def folders_of_checkout(text: str) -> list[str]:
+    for item in listed(text):
+        if not (CHECKOUT / item).is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {item!r} in {CHECKOUT}")
     return listed(text)
 
 
@@ -219,6 +255,20 @@ def main() -> int:
         metavar="NAME==VERSION,…",
         help="let these be found as installed; nothing is fetched for them",
     )
+    parser.add_argument(
+        "--alone",
+        type=pinned,
+        default=[],
+        metavar="NAME==VERSION,…",
+        help="install these without what they ask for",
+    )
+    parser.add_argument(
+        "--path",
+        type=folders_of_checkout,
+        default=[],
+        metavar="FOLDER,FOLDER",
+        help="put these folders of the checkout on sys.path, after what is installed",
+    )
     parser.add_argument("requirements", nargs="*", help="what else to install, as pip takes it")
     arguments = parser.parse_intermixed_args()  # plain parse_args takes no list after an option
     folder = arguments.cache.expanduser().resolve() / "venvs" / arguments.name
@@ -232,6 +282,8 @@ def main() -> int:
             str(CHECKOUT),
             arguments.without,
             arguments.provides,
+            arguments.alone,
+            arguments.path,
         )
     except SetupError as error:
         print(f"environment.py: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -33,6 +33,8 @@ class Flags:
     """Arguments as a program takes them, not quoted."""
     notes: tuple[str, ...] = ()
     """What the user should know, one sentence each."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that the engine needs beside its flags."""
 
 
 class EngineFlags(Protocol):

@@ -113,9 +113,11 @@ def _vllm(method: str, tokens: int, **fields: object) -> str:
     return f"--speculative-config '{json.dumps(config)}'"
 
 
-def _sglang(algorithm: str, draft: str = "") -> str:
+def _sglang(algorithm: str, tokens: int, draft: str = "") -> str:
     path = f" --speculative-draft-model-path {draft}" if draft else ""
-    return f"--speculative-algorithm {algorithm}{path}"
+    shape = "" if algorithm == "NGRAM" else f" --speculative-num-steps {tokens} --speculative-eagle-topk 1"
+    # SGLang counts the last committed token too.
+    return f"--speculative-algorithm {algorithm}{path}{shape} --speculative-num-draft-tokens {tokens + 1}"
 
 
 def _pytorch(config: str) -> str:
@@ -172,13 +174,24 @@ ENGINES: dict[str, EngineSupport] = {
         package="sglang",
         parts=(Part("sglang", ("sglang",)),),
         seen="0.5.23",
-        hook="The way in is a plug-in that registers an algorithm of its own: trees too.",
+        hook="It runs in an algorithm of its own, SPEC_<NAME>, through SGLang's tree verifier.",
+        provides=frozenset(
+            {
+                Need.TREES,
+                Need.SAMPLING,
+                Need.PREDICTIONS,
+                Need.HIDDEN_STATES,
+                Need.EMBEDDINGS,
+                Need.LM_HEAD,
+            }
+        ),
+        # As adapters/sglang/flags.py writes them for its examples; a test compares the two.
         native={
-            "ngram": _sglang("NGRAM"),
-            "draft_model": _sglang("STANDALONE", "DRAFT"),
-            "eagle": _sglang("EAGLE", "HEAD"),
-            "eagle3": _sglang("EAGLE3", "HEAD"),
-            "mtp": _sglang("NEXTN") + "; for models with such layers",
+            "ngram": _sglang("NGRAM", 11),
+            "draft_model": _sglang("STANDALONE", 3, "DRAFT"),
+            "eagle": _sglang("EAGLE", 3, "HEAD"),
+            "eagle3": _sglang("EAGLE3", 3, "HEAD"),
+            "mtp": _sglang("NEXTN", 3) + "; for models with such layers",
         },
     ),
     "tensorrt-llm": EngineSupport(

@@ -106,7 +106,14 @@ def test_unknown_command_and_option_are_usage_errors() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["list"], ["explain", "transformers"], ["args", "vllm", "suffix"], ["schema"]],
+    [
+        ["--help"],
+        ["list"],
+        ["explain", "transformers"],
+        ["args", "vllm", "suffix"],
+        ["args", "sglang", "suffix"],
+        ["schema"],
+    ],
 )
 def test_light_commands_do_not_import_torch(arguments: list[str]) -> None:
     code = (
@@ -206,9 +213,22 @@ def test_registered_proposers_run_in_vllm_by_the_plugin_route(method: str) -> No
     assert "options.proposers: missing; set it" in Result("explain", "vllm", "combine").words
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead"])
+def test_registered_proposers_run_in_sglang_by_the_plugin_route(method: str) -> None:
+    found = explained("sglang", method)
+    assert found["route"] == "plugin"
+    assert "SPEC_<NAME>" in found["plugin"]
+    assert found["takes"]["trees"] == (method != "ngram")
+    assert found["flags"] == ["--speculative-algorithm", f"SPEC_{method.upper()}"]
+    assert shlex.join(found["flags"]) in Result("explain", "sglang", method).words
+    assert ("NGRAM" in found["native"]) == (method == "ngram")
+    assert (found["native"] == "none in SGLang") == (method != "ngram")
+
+
 def test_explain_shows_flags_where_the_engine_is_started_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained("transformers", "ngram")["flags"] is None
-    assert explained("sglang", "ngram")["flags"] is None
+    assert explained("tensorrt-llm", "ngram")["flags"] is None
+    assert explained("sglang", "eagle3")["flags"][:2] == ["--speculative-algorithm", "EAGLE3"]
     assert json.loads(explained("vllm", "eagle3")["flags"][1])["method"] == "eagle3"
     monkeypatch.setattr(launch, "installed_version", lambda engine: "0.33.0")
     assert explained("vllm", "medusa")["flags"] is None
@@ -221,8 +241,8 @@ def test_explain_shows_flags_where_the_engine_is_started_with_some(monkeypatch: 
 @pytest.mark.parametrize(
     ("engine", "method", "nearest"),
     [
-        ("sglang", "suffix", "ngram on sglang (native), or suffix on transformers (plugin)"),
-        ("sglang", "lookahead", "ngram on sglang (native), or lookahead on transformers (plugin)"),
+        ("tensorrt-llm", "suffix", "ngram on tensorrt-llm (native), or suffix on transformers (plugin)"),
+        ("tensorrt-llm", "combine", "ngram on tensorrt-llm (native), or combine on transformers (plugin)"),
         ("sglang", "medusa", "eagle3 on sglang (native), or medusa on vllm (native)"),
     ],
 )
@@ -247,9 +267,14 @@ def test_strangers_are_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
         "predictions": False,
         "probabilities": True,
     }
+    assert explained("sglang", "states")["takes"] == {
+        "trees": True,
+        "predictions": False,
+        "probabilities": False,
+    }
     assert (
-        explained("sglang", "states")["nearest"]
-        == "ngram on sglang (native), or states on transformers (plugin)"
+        explained("tensorrt-llm", "states")["nearest"]
+        == "ngram on tensorrt-llm (native), or states on transformers (plugin)"
     )
     assert "pip install absent_extra" in explained("transformers", "heavy")["plugin"]
     less = support.replace(support.ENGINES["transformers"], provides=frozenset({spec_plugins.Need.TREES}))
@@ -276,6 +301,7 @@ def test_explain_without_a_method_shows_all_of_them() -> None:
     shown = Result("explain", "sglang")
     assert "medusa" in shown.out
     assert "none yet" in shown.out
+    assert "which has no proposer 'medusa'. Nearest: eagle3 on sglang (native)" in shown.words
     every = json.loads(Result("explain", "vllm", "--json").out)
     assert {e["method"] for e in every} >= {*support.METHODS, *registry().proposers}
 

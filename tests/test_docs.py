@@ -35,10 +35,12 @@ import pydantic
 import pytest
 from typer.testing import CliRunner
 
-from spec_plugins import Draft, Need, Step, Target
+from spec_plugins import Draft, Need, Step, Target, support
+from spec_plugins.adapters.sglang import flags as sglang_flags
 from spec_plugins.cli import app
 from spec_plugins.config import Config, Containment, options_model
 from spec_plugins.driver import Driver
+from spec_plugins.metrics import COUNTERS, GAUGES, PREFIX
 from spec_plugins.registry import BUILTIN, registry
 from spec_plugins.statistics import Statistics
 from spec_plugins.validation import Fault
@@ -306,6 +308,17 @@ def test_fields_are_those_of_the_schema(model: type[pydantic.BaseModel]) -> None
     assert_holds("configuration.md", table_of(model))
 
 
+def test_options_of_sglangs_own_methods_are_those_of_the_schema() -> None:
+    for model in (sglang_flags.NgramOptions, sglang_flags.EagleOptions):
+        assert_holds("sglang.md", table_of(model))
+    heads, own = set(sglang_flags.EagleOptions.model_fields), {"draft_sample_method", "token_map"}
+    assert set(sglang_flags.DraftOptions.model_fields) == heads - own
+    assert set(sglang_flags.MtpOptions.model_fields) == heads
+    told = sections_of("sglang.md")["SGLang's own methods"]
+    for method in sglang_flags.NATIVE:
+        assert f"| `{method}` | `{support.ENGINES['sglang'].native[method].split()[1]}` |" in told
+
+
 def test_sampling_parameters_are_those_of_the_schema() -> None:
     pytest.importorskip("transformers")
     from spec_plugins.adapters.transformers import SamplingParams
@@ -324,6 +337,16 @@ def test_every_fault_is_described() -> None:
 
 def test_every_figure_is_described() -> None:
     assert first_column(sections_of("driver.md")["Statistics"]) == list(Statistics(1).snapshot())
+
+
+def test_metrics_are_those_of_the_code() -> None:
+    rows = ["| metric | label | |", "|---|---|---|"]
+    for table, end in ((COUNTERS, "_total"), (GAUGES, "")):
+        for name, (label, text) in table.items():
+            shown = f"`{label}`" if label else ""
+            meaning = text[0].lower() + text[1:].rstrip(".")
+            rows.append(f"| `{PREFIX}{name}{end}` | {shown} | {meaning} |")
+    assert_holds("vllm.md", "\n".join(rows))
 
 
 @pytest.mark.parametrize(

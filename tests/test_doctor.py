@@ -214,11 +214,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], modules: 
 
 
 def test_an_engine_without_an_adapter_is_found_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, {"sglang": "0.5.23"}, {"sglang"})
-    found = doctor._engine("sglang")
+    pretend(monkeypatch, {"tensorrt-llm": "1.2.1"}, {"tensorrt_llm"})
+    found = doctor._engine("tensorrt-llm")
     assert found.state == "no adapter"
-    assert found.versions == {"sglang": "0.5.23"}
-    assert "sglang" not in sys.modules
+    assert found.versions == {"tensorrt-llm": "1.2.1"}
+    assert "tensorrt_llm" not in sys.modules
 
 
 def test_a_distribution_without_its_module_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

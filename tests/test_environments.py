@@ -1,4 +1,4 @@
-"""`scripts/environment.py`: what it removes from an environment, and what it lets be found there.
+"""`scripts/environment.py`: what it removes from an environment, and what it adds to it.
 
 pip is not run: it would take most of a minute on a busy machine.
 """
@@ -107,3 +107,70 @@ def test_name_that_is_installed_is_not_provided(environment: ModuleType, tmp_pat
 def test_name_to_provide_needs_a_version(environment: ModuleType, text: str) -> None:
     with pytest.raises(environment.argparse.ArgumentTypeError, match="NAME==VERSION"):
         environment.pinned(text)
+
+
+def test_package_that_is_installed_alone(
+    environment: ModuleType, calls: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    def ensure(*alone: str) -> list[tuple[str, ...]]:
+        calls.clear()
+        environment.ensure(tmp_path / "environment", sys.executable, ["x"], ["."], "", alone=alone)
+        return list(calls)
+
+    together, apart = ensure("engine==1.0", "other==2")
+    assert "--no-deps" not in together
+    assert "x" in together
+    assert not {"engine==1.0", "other==2"} & set(together)
+    assert "--no-deps" in apart
+    assert apart[-2:] == ("engine==1.0", "other==2")
+
+    assert not ensure("engine==1.0", "other==2")
+    assert ensure("engine==1.1")[-1][-1] == "engine==1.1"
+    assert len(ensure()) == 1
+
+
+def test_folder_on_the_path(environment: ModuleType, calls: list[tuple[str, ...]], tmp_path: Path) -> None:
+    """What is in it is imported, distributions there give their entry points, and ``.pth`` files are read."""
+    folder = tmp_path / "stand ins"
+    (folder / "stand_in-0.dist-info").mkdir(parents=True)
+    (folder / "stand_in-0.dist-info" / "entry_points.txt").write_text("[group]\nname = stand_in:register\n")
+    (folder / "stand_in.py").touch()
+    (folder / "stand_in.pth").write_text("import stand_in\n")
+    code = (
+        "import sys; from importlib.metadata import entry_points;"
+        "print(sys.modules['stand_in'].__file__, *(each.value for each in entry_points(group='group')))"
+    )
+
+    def ensure(*paths: str, identity: str = "") -> str:
+        calls.clear()
+        inside = environment.ensure(
+            tmp_path / "environment", sys.executable, [], ["."], identity, paths=paths
+        )
+        done = subprocess.run([inside, "-c", code], capture_output=True, text=True, check=False, cwd="/")
+        return done.stdout.strip()
+
+    expected = f"{folder / 'stand_in.py'} stand_in:register"
+    assert ensure(str(folder)) == expected
+    assert ensure(str(folder)) == expected
+    assert not calls
+    assert ensure(str(folder), identity="moved") == expected
+    assert ensure(identity="moved") == ""
+
+
+def test_what_an_environment_holds_has_the_digest_that_it_had(
+    environment: ModuleType, calls: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that an environment does not use must not have it made again."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(environment, "digest", lambda *parts: seen.append(parts) or str(len(parts)))
+    folder = tmp_path / "environment"
+    environment.ensure(folder, sys.executable, ["x"], ["."], "", ["a"], ["engine==1"])
+    environment.ensure(folder, sys.executable, ["x"], ["."], "", ["a"], ["engine==1"], ["b==1"], ["scripts"])
+    assert seen[0][1:] == (["x"], [""], ["a"], ["engine==1"])
+    assert seen[1] == (*seen[0], ["b==1"], ["scripts"])
+
+
+def test_folder_for_the_path_must_be_there(environment: ModuleType) -> None:
+    assert environment.folders_of_checkout("scripts,tests") == ["scripts", "tests"]
+    with pytest.raises(environment.argparse.ArgumentTypeError, match="there is no folder 'nowhere'"):
+        environment.folders_of_checkout("scripts,nowhere")

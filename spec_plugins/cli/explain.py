@@ -46,7 +46,7 @@ def explain_command(
 
 def _how(e: Explanation) -> str:
     if e.route is None:
-        return f"plugin: {e.plugin} Nearest: {e.nearest or 'nothing'}"
+        return f"plugin: {e.plugin.rstrip('.')}. Nearest: {e.nearest or 'nothing'}"
     return e.plugin if e.route == "plugin" else e.native
 
 

@@ -1,0 +1,69 @@
+"""What a proposer is shown of requests, and proposers that misbehave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from speculating import configured, figures_of
+from workloads import Prompts, ask, greedy, ids
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine: Any, prompts: Prompts) -> list[list[int]]:
+    """SGLang's own answers."""
+    with make_engine() as engine:
+        return ids(ask(engine, prompts, greedy(24)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"disable_overlap_schedule": False, "chunked_prefill_size": 16}])
+def test_hidden_states_are_those_of_the_target(
+    make_engine: Any,
+    prompts: Prompts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+) -> None:
+    """The LM head on them says the tokens that were then sampled."""
+    log = tmp_path / "seen"
+    monkeypatch.setenv(toys.SEEN, str(log))
+    fields = {"proposer": "toy-head", "num_speculative_tokens": 4}
+    with configured(fields) as algorithm, make_engine(speculative_algorithm=algorithm, **settings) as engine:
+        answers = ask(engine, [*prompts, prompts[0]], greedy(30))
+        statistics = figures_of(engine)
+    assert statistics["faults"] == {}
+    assert statistics["accepted_tokens"] > 10
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
+    begun, shown = set(), 0
+    for each in seen:
+        tokens, told, prompt = each["tokens"], each["told"], each["prompt"]
+        if each["request"] not in begun:
+            begun.add(each["request"])
+            # From the prompt's first token on, but for what the radix cache had.
+            assert 1 <= len(told) <= prompt
+        generated = min(len(told), len(tokens) - prompt)
+        assert told[len(told) - generated :] == tokens[len(tokens) - generated :]
+        shown += generated
+    assert len(begun) == 13
+    assert shown >= sum(len(a["output_ids"]) - 6 for a in answers)
+
+
+@pytest.mark.parametrize("proposer", ["toy-raises", "toy-garbage", "toy-sleeps"])
+def test_a_misbehaving_proposer_changes_no_answer(
+    make_engine: Any, prompts: Prompts, expected: list[list[int]], proposer: str
+) -> None:
+    fields = {
+        "proposer": proposer,
+        "containment": {"time_allowance_ms": 100.0, "max_faults": 2, "rest_seconds": 0.2},
+    }
+    with configured(fields) as algorithm, make_engine(speculative_algorithm=algorithm) as engine:
+        assert ids(ask(engine, prompts, greedy(24))) == expected
+        statistics = figures_of(engine)
+    kinds = {"toy-raises": {"raised"}, "toy-sleeps": {"late"}}
+    assert set(statistics["faults"]) >= kinds.get(proposer, {"wrong_count", "token_out_of_range"})
+    assert statistics["skipped_steps"] > 0
