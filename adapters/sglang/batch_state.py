@@ -116,6 +116,12 @@ class BatchState:
         assert step.accept_tokens is not None
         ids = [r.rid for r in step.requests]
         accepted = step.accept_lens.cpu().numpy().astype(np.int32) - 1
+        # With overlap a step more is begun for a request that ends meanwhile; nothing of that one counts.
+        over = [
+            r.finished() and len(r.output_ids) <= before
+            for r, before in zip(step.requests, step.outputs, strict=True)
+        ]
+        accepted[over] = -1
         paths = None
         if step.drafts.parents is not None:
             committed = step.accept_tokens.cpu().numpy().astype(np.int32, copy=False)
@@ -128,11 +134,14 @@ class BatchState:
         if step.hidden_states is not None and step.accept_index is not None:
             slots = step.accept_index.long()
             for i, (r, a) in enumerate(zip(ids, accepted.tolist(), strict=True)):
+                if a < 0:
+                    continue
                 self._states.setdefault(r, []).append(step.hidden_states[slots[i, : a + 1]])
         for request, drafted, a, before in zip(
             step.requests, counts, accepted.tolist(), step.outputs, strict=True
         ):
-            _note(request, before, drafted, a)
+            if a >= 0:
+                _note(request, before, drafted, a)
 
     def see_prefill(self, batch: Any, hidden_states: torch.Tensor | None) -> None:
         """A prefill was run.

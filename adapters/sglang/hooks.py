@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spec_plugins.hooks import Hook
 
-__all__ = ["EAGLE_SAMPLE", "HOOKS", "INTERNAL_STATE", "META_INFO", "REQUIRED", "ROW_WIDTH"]
+__all__ = ["EAGLE_SAMPLE", "FINISH", "HOOKS", "INTERNAL_STATE", "META_INFO", "REQUIRED", "ROW_WIDTH"]
 
 _SEEN = "0.5.23"
 _SPECULATIVE = "sglang.srt.speculative"
@@ -30,6 +30,12 @@ INTERNAL_STATE = Hook(
     _SEEN,
     "answers /server_info, to which the project's figures are added",
     passes_on=True,
+)
+FINISH = Hook(
+    "sglang.srt.managers.schedule_batch:Req.update_finish_state",
+    ("new_accepted_len",),
+    _SEEN,
+    "says whether a request is over; asked for one token after the other where it has stop strings",
 )
 ROW_WIDTH = Hook(
     "sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
@@ -99,4 +105,4 @@ REQUIRED = (
 )
 """Without these no algorithm is registered."""
 
-HOOKS = (*REQUIRED, META_INFO, INTERNAL_STATE)
+HOOKS = (*REQUIRED, FINISH, META_INFO, INTERNAL_STATE)

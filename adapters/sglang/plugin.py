@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -80,4 +79,4 @@ def _true_counts(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         return made
 
-    return functools.wraps(original)(_calculate_spec_decoding_metrics)
+    return _calculate_spec_decoding_metrics

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_plugins.adapters.sglang.batch_state import BatchState, Verified
 from spec_plugins.adapters.sglang.draft_tree import Mask, Tokens, verify_arrays
-from spec_plugins.adapters.sglang.hooks import EAGLE_SAMPLE, ROW_WIDTH
+from spec_plugins.adapters.sglang.engine_faults import mend
+from spec_plugins.adapters.sglang.hooks import EAGLE_SAMPLE
 from spec_plugins.adapters.sglang.server_figures import ServerFigures
 from spec_plugins.adapters.sglang.settings import configuration
 from spec_plugins.adapters.sglang.target_model import describe
@@ -54,9 +54,9 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             algorithm.proposer, get_spec().speculative_num_steps, get_spec().speculative_num_draft_tokens
         )
         self.proposer = self.config.create_proposer()
-        for hook, wrapper in ((EAGLE_SAMPLE, _verify), (ROW_WIDTH, _wide_rows)):
-            if not wrap(hook, wrapper):
-                raise UnsupportedError(f"{hook.path} is not as expected; `spec-plugins doctor` shows more")
+        if not wrap(EAGLE_SAMPLE, _verify):
+            raise UnsupportedError(f"{EAGLE_SAMPLE.path} is not as expected; see `spec-plugins doctor`")
+        mend()
         self.widest = int(get_spec().speculative_num_draft_tokens)
         self.driver: Driver | None = None
         self.state: BatchState | None = None
@@ -113,10 +113,12 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         """SGLang says that a request is over."""
         super().note_request_finished(rid=rid, natural_stop=natural_stop)
         if self.state is not None:
-            known = rid in self.state.tokens
+            last = rid in self.state.tokens and len(self.state.tokens) == 1
+            if last:  # the next step may be far
+                self._settle()
             self._contained(self.state.finish, rid)
-            if known and not len(self.state.tokens) and self._figures is not None:
-                self._figures.refresh(now=True)  # the next step may be far
+            if last and self._figures is not None:
+                self._figures.refresh(now=True)
 
     def clear_cache_pool(self) -> None:
         """Nothing: drafts depend on no cache of SGLang's."""
@@ -302,16 +304,6 @@ def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
         return worker.sample(original, verify_input, batch, logits_output, grammar_mask, kwargs)
 
     return eagle_sample
-
-
-def _wide_rows(original: Callable[..., int]) -> Callable[..., int]:
-    """0.5.23 reserves more KV slots than a row holds where a request nears the context's end, for any draft
-    of more than four tokens: on a CPU it stops, on a GPU it writes into another request's row."""
-
-    def get_req_to_token_extra_context_len() -> int:
-        return max(original(), int(get_alloc_reserve_per_decode() + get_schedule().page_size))
-
-    return get_req_to_token_extra_context_len
 
 
 def _no_drafts(batch: Any, width: int) -> tuple[Tokens, Mask]:

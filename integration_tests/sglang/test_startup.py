@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: make environment-sglang")
 
-from spec_plugins.adapters.sglang import algorithm, hooks, plugin
+from spec_plugins.adapters.sglang import algorithm, engine_faults, hooks, plugin
 from spec_plugins.adapters.sglang.names import CONFIG_VARIABLE
 from spec_plugins.errors import ConfigError, UnknownProposerError, UnsupportedError
 from spec_plugins.hooks import Hook, check
@@ -166,3 +167,40 @@ def test_the_configuration_names_the_proposer(
     monkeypatch.setenv(CONFIG_VARIABLE, '{"route": "native"}')
     with pytest.raises(ConfigError, match="spec-plugins args sglang"):
         resolved(registered)
+
+
+class Ending:
+    """A request as SGLang decides over it: of its stops, the first of the list that is in the new tokens."""
+
+    def __init__(self, *stops: int) -> None:
+        self.sampling_params = SimpleNamespace(stop_strs=stops, stop_regex_strs=[])
+        self.output_ids = array("q", [5])
+        self.reason: int | None = None
+        self.finished_len: int | None = None
+        self.looked = 0
+
+    def finished(self) -> bool:
+        return self.reason is not None
+
+    def look(self, new_accepted_len: int) -> None:
+        self.looked += 1
+        new = self.output_ids[-new_accepted_len:]
+        self.reason = next((stop for stop in self.sampling_params.stop_strs if stop in new), None)
+
+
+def test_of_several_stops_in_a_step_the_first_in_the_text_counts() -> None:
+    mended = engine_faults._token_by_token(Ending.look)
+    for look, reason, length in ((Ending.look, 9, None), (mended, 7, 3)):
+        request = Ending(9, 7)
+        request.output_ids.extend([6, 7, 8, 9])
+        look(request, 4)
+        assert (request.reason, request.finished_len) == (reason, length)
+        assert request.output_ids.tolist() == [5, 6, 7, 8, 9]
+    going = Ending(9)
+    going.output_ids.extend([6, 7])
+    mended(going, 2)
+    assert (going.reason, going.looked, going.output_ids.tolist()) == (None, 2, [5, 6, 7])
+    free = Ending()
+    free.output_ids.extend([6, 7])
+    mended(free, 2)
+    assert free.looked == 1, "without stop strings nothing is looked at twice"

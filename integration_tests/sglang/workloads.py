@@ -101,13 +101,15 @@ def stops(engine: Any, prompts: Prompts) -> Any:
         few += [
             (prompt, greedy(60, stop=[text[30:32]])),
             (prompt, greedy(60, stop=[text[21:24]], no_stop_trim=True)),
+            (prompt, greedy(60, stop=[text[k : k + 2] for k in range(40, 10, -1)])),
+            (prompt, greedy(60, stop=[text[36:39]], stop_token_ids=tokens[30:36])),
             (prompt, greedy(60, stop_token_ids=[tokens[25], tokens[40]])),
             (prompt, greedy(60, stop_token_ids=[tokens[10]], min_new_tokens=35)),
             (prompt, greedy(120, ignore_eos=False)),
         ]
     stopped = ask(engine, [p for p, _ in few], [s for _, s in few])
     assert {why(a)[0] for a in stopped} == {"stop", "length"}
-    assert all(len(a["output_ids"]) >= 35 for a in stopped[3::5])
+    assert all(len(a["output_ids"]) >= 35 for a in stopped[5::7])
     return [ids(stopped), [(a["text"], why(a)) for a in stopped]]
 
 
