@@ -21,11 +21,10 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"proposer": "lookahead", "num_speculative_tokens": 4, "options": {"window": 3, "ngram": 4}},
         {"page_size": 4},
     ),
-    "combine": (
+    "combine, overlap": (
         {"proposer": "combine", "options": {"proposers": ["suffix", "ngram"], "mode": "merged"}},
-        {"page_size": 16},
+        {"page_size": 16, "disable_overlap_schedule": False},
     ),
-    "ngram, overlap": ({"proposer": "ngram"}, {"page_size": 1, "disable_overlap_schedule": False}),
 }
 
 
