@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from spec_plugins.adapters.sglang.settings import configuration
 from spec_plugins.adapters.sglang.target_model import describe
 from spec_plugins.adapters.sglang.target_verify import exact_sample, sampled_wrongly
 from spec_plugins.driver import Driver
-from spec_plugins.errors import SpecPluginsError, UnsupportedError
+from spec_plugins.errors import UnsupportedError
 from spec_plugins.hooks import wrap
 from spec_plugins.proposer import Drafts
 
@@ -196,9 +197,12 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         batch: Any,
         logits_output: Any,
         grammar_mask: Any,
-        kwargs: dict[str, Any],
     ) -> Any:
-        """``eagle_sample``, exact on every device."""
+        """``eagle_sample``, exact on every device.
+
+        Args:
+            original: SGLang's own, with all its arguments.
+        """
         step, state = self._step, self.state
         if step is not None and state is not None and state.wants_predictions:
             best = logits_output.next_token_logits.argmax(-1)
@@ -206,7 +210,7 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         if sampled_wrongly(batch.sampling_info, str(self.device)):
             found = exact_sample(self.model_runner.sampler, verify_input, batch, logits_output, grammar_mask)
         else:
-            found = original(verify_input, batch, logits_output, grammar_mask, **kwargs)
+            found = original()
         if step is not None and state is not None and state.wants_states:
             step.accept_index = found[2]
         return found
@@ -217,7 +221,6 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             return
         self.draft_token_num = width
         if width not in self._buffers:
-            self._init_preallocated_tensors()
             self._buffers[width] = self._width_buffers()
         self.__dict__.update(self._buffers[width])
 
@@ -231,8 +234,6 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         """A fault of the adapter costs drafts, and not the engine."""
         try:
             return call(*arguments)
-        except SpecPluginsError:
-            raise
         except Exception:
             if not self._logged:
                 self._logged = True
@@ -301,7 +302,8 @@ def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
         worker: SpecWorker | None = getattr(verify_input, "spec_plugins_worker", None)
         if worker is None:
             return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
-        return worker.sample(original, verify_input, batch, logits_output, grammar_mask, kwargs)
+        rest = functools.partial(original, verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+        return worker.sample(rest, verify_input, batch, logits_output, grammar_mask)
 
     return eagle_sample
 
