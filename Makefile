@@ -113,9 +113,9 @@ test: model data lint wheel-test pytest test-vllm test-sglang ## everything that
 # These have environments of their own.
 NO_ENGINE := --ignore=integration_tests/vllm --ignore=integration_tests/sglang
 
-pytest: model data ## the tests but for vLLM's and SGLang's, with coverage: PYTEST_ARGS="-k bigram"
+pytest: model data ## the tests but for vLLM's and SGLang's: PYTEST_ARGS="-k bigram"
 	$(call title,tests)
-	@"$(BIN)/pytest" $(NO_ENGINE) --cov --cov-report=term:skip-covered $(PYTEST_ARGS) $(or_none_chosen)
+	@"$(BIN)/pytest" $(NO_ENGINE) $(PYTEST_ARGS) $(or_none_chosen)
 
 test-vllm: environment-vllm model data ## vLLM's tests, on two versions of it: PYTEST_ARGS="-k bigram"
 	$(call title,tests of vLLM)

@@ -108,8 +108,8 @@ print(json.dumps([[Runner.__dict__[n] for n in names] == own, found, accepted, r
 
 
 def test_a_worker_of_ours_patches_nothing(tiny_model: Path, prompts: list[list[int]], rich: Any) -> None:
-    here = str(Path(__file__).parent)
-    script = f"import sys; sys.path.append({here!r})\n{WORKER}"
+    here = Path(__file__).parent
+    script = f"import sys; sys.path += {[str(here), str(here.parent / 'shared')]!r}\n{WORKER}"
     command = [sys.executable, "-P", "-c", script, json.dumps([str(tiny_model), prompts])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
