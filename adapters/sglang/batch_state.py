@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +53,6 @@ class Verified:
     """``[n, width]``; where wanted."""
     hidden_states: torch.Tensor | None = None
     """``[n * width, hidden_size]``; where wanted."""
-    started: float = field(default_factory=time.perf_counter)
 
 
 class BatchState:

@@ -71,6 +71,12 @@ REQUIRED = (
         _SEEN,
         "drafts and verifies a step",
     ),
+    Hook(
+        f"{_WORKER}.on_verify_complete_cpu",
+        ("num_correct_drafts_per_req", "batch_size"),
+        _SEEN,
+        "tells that a step's tokens are handed out next",
+    ),
     Hook(f"{_SPECULATIVE}.ngram_worker:NgramCorpus", None, _SEEN, "is kept from being built"),
     Hook(
         f"{_SPECULATIVE}.base_spec_worker:BaseSpecWorker.note_request_finished",

@@ -65,6 +65,8 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         self._buffers: dict[int, dict[str, Any]] = {}
         self._drafted: tuple[Tokens, Mask]
         self._step: Verified | None = None
+        self._begun = self._returned = 0
+        """Steps that were verified, and those of them that SGLang has the outcome of."""
         self._logged = False
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
@@ -110,16 +112,21 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             self._contained(self.state.see_prefill, batch, shown)
         return result
 
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """SGLang has a step's outcome, and hands out its tokens next."""
+        super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size)
+        self._returned += 1
+        if self._returned == self._begun:  # with overlap another may be on its way
+            self._settle()
+
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """SGLang says that a request is over."""
         super().note_request_finished(rid=rid, natural_stop=natural_stop)
         if self.state is not None:
             last = rid in self.state.tokens and len(self.state.tokens) == 1
-            if last:  # the next step may be far
-                self._settle()
             self._contained(self.state.finish, rid)
             if last and self._figures is not None:
-                self._figures.refresh(now=True)
+                self._figures.refresh(now=True)  # the next step may be far
 
     def clear_cache_pool(self) -> None:
         """Nothing: drafts depend on no cache of SGLang's."""
@@ -165,6 +172,7 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
 
     def _hand_back(self, result: Any) -> None:
         """Pad what the next step is told to the one width that SGLang keeps it in, and note the outcome."""
+        self._begun += 1
         following, width = result.next_draft_input, self.draft_token_num
         tokens = following.accept_tokens.reshape(-1, width)
         if width != self.widest:

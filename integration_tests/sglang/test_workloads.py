@@ -36,8 +36,9 @@ def speculating(
     fields, settings = ENGINES[request.param]
     with make_engine(**settings) as engine:
         expected = {name: ask(engine, prompts) for name, ask in WORKLOADS.items()}
-    if "max_total_tokens" in settings:
+    if settings.get("disable_overlap_schedule") is False or "max_total_tokens" in settings:
         # SGLang forgets a request's penalties when it retracts it, and with speculation it retracts others.
+        # With overlap it applies them late, by how much depends on what else runs.
         del expected["penalties"]
     with configured(fields) as algorithm, make_engine(speculative_algorithm=algorithm, **settings) as engine:
         yield engine, expected
@@ -50,7 +51,7 @@ def speculating(
 def test_answers_are_sglangs_own(speculating: tuple[Any, Expected], prompts: Prompts, name: str) -> None:
     engine, expected = speculating
     if name not in expected:
-        pytest.skip("SGLang's own answers depend on which requests it retracts")
+        pytest.skip("needs an SGLang whose penalties hold with overlap and retraction")
     assert WORKLOADS[name](engine, prompts) == expected[name]
 
 
