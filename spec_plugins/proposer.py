@@ -121,6 +121,17 @@ class Sampling:
             np.zeros(n, np.float32),
         )
 
+    @classmethod
+    def of(cls, settings: Sequence[tuple[float, int, float, float]]) -> Sampling:
+        """One of each request's: temperature, top-k, top-p, min-p."""
+        temperature, top_k, top_p, min_p = zip(*settings, strict=True) if settings else ((),) * 4
+        return cls(
+            np.array(temperature, np.float32),
+            np.array(top_k, np.int32),
+            np.array(top_p, np.float32),
+            np.array(min_p, np.float32),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Packed(Generic[ArrayT]):

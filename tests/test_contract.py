@@ -188,3 +188,12 @@ def test_a_proposer_needs_nothing_else() -> None:
     assert host.tokens({"a": A}) == [[]]
     assert host.tokens({}) == []
     assert host.faults() == {}
+
+
+def test_sampling_of_requests() -> None:
+    made = Sampling.of([(0.5, 3, 0.9, 0.1), (0.0, 0, 1.0, 0.0)])
+    assert [a.tolist() for a in (made.temperature, made.top_k)] == [[0.5, 0.0], [3, 0]]
+    assert [a.dtype for a in (made.temperature, made.top_k, made.top_p, made.min_p)] == [
+        np.float32, np.int32, np.float32, np.float32,
+    ]  # fmt: skip
+    assert len(Sampling.of([]).temperature) == 0

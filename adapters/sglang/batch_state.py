@@ -82,7 +82,7 @@ class BatchState:
         ids = [r.rid for r in batch.reqs]
         totals = batch.seq_lens_cpu.numpy().astype(np.int32) + 1
         self._take_in(batch, totals)
-        requests = [self._requests.get(r.rid) or self._admit(r, batch) for r in batch.reqs]
+        requests = [self._requests.get(r.rid) or self._admit(r) for r in batch.reqs]
         rows, lengths = self.tokens.rows(ids)
         limits = [
             min(q.longest - total - 1, q.cap) for q, total in zip(requests, totals.tolist(), strict=True)
@@ -96,7 +96,7 @@ class BatchState:
             limits=np.maximum(np.array(limits, np.int32), 0),
             prompt_lengths=np.array([q.prompt for q in requests], np.int32),
             tenants=[q.tenant for q in requests],
-            sampling=_sampling(requests) if self._wants_sampling else None,
+            sampling=Sampling.of([q.sampling for q in requests]) if self._wants_sampling else None,
             predictions=self._packed_predictions(ids) if self.wants_predictions else None,
             hidden_states=states,
         )
@@ -171,6 +171,7 @@ class BatchState:
     def _take_in(self, batch: Any, totals: IntArray) -> None:
         """Bring every request's tokens up to date; O(new tokens)."""
         store = self.tokens
+        ahead: list[list[int]] | None = None
         for i, (request, total) in enumerate(zip(batch.reqs, totals.tolist(), strict=True)):
             rid, prompt, output = request.rid, request.origin_input_ids_unpadded, request.output_ids
             # Images take more places than tokens.
@@ -187,10 +188,11 @@ class BatchState:
             new = output[have - len(prompt) : wanted - len(prompt)]
             missing = wanted - have - len(new)
             if missing > 0:  # SGLang is a step ahead of its lists
-                ahead = batch.spec_info
-                n = int(ahead.accept_lens[i])
-                row = ahead.accept_tokens.reshape(len(batch.reqs), -1)[i, :n].tolist()
-                new = [*new, *row[-missing:]]
+                if ahead is None:  # one copy from the device for all
+                    lens, rows = batch.spec_info.accept_lens, batch.spec_info.accept_tokens
+                    rows = rows.reshape(len(batch.reqs), -1).tolist()
+                    ahead = [row[:n] for row, n in zip(rows, lens.tolist(), strict=True)]
+                new = [*new, *ahead[i][-missing:]]
             store.append(rid, new)
         if len(store) > 2 * self.driver.target.max_num_seqs:
             self._prune({r.rid for r in batch.reqs})
@@ -200,7 +202,7 @@ class BatchState:
         for rid in [r for r in self._requests if r not in running]:
             self.finish(rid)
 
-    def _admit(self, request: Any, batch: Any) -> _Request:
+    def _admit(self, request: Any) -> _Request:
         params = request.sampling_params
         prompt = len(request.origin_input_ids_unpadded)
         longest = self.driver.target.max_model_len
@@ -267,13 +269,3 @@ def _note(request: Any, before: int, drafted: int, accepted: int) -> None:
     del noted[before:]
     noted += [0] * (before - len(noted))
     noted += [drafted, *[0] * accepted]
-
-
-def _sampling(requests: Sequence[_Request]) -> Sampling:
-    temperature, top_k, top_p, min_p = zip(*(q.sampling for q in requests), strict=True)
-    return Sampling(
-        np.array(temperature, np.float32),
-        np.array(top_k, np.int32),
-        np.array(top_p, np.float32),
-        np.array(min_p, np.float32),
-    )

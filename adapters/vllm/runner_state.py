@@ -107,7 +107,7 @@ class RunnerState:
             limits=limits,
             prompt_lengths=prompts,
             tenants=[self._tenants.get(r, "") for r in ids] if self.share_tenants else ids,
-            sampling=_sampling(requests) if self._wants_sampling else None,
+            sampling=Sampling.of([q.sampling for q in requests]) if self._wants_sampling else None,
             hidden_states=states,
             aux_hidden_states=aux,
         )
@@ -202,16 +202,6 @@ def _scheduler_limit(scheduler_output: Any, most: int) -> int:
     """vLLM's own draft length for this step; 0.22 has none."""
     limit = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
     return most if limit is None else int(limit)
-
-
-def _sampling(requests: Sequence[_Request]) -> Sampling:
-    temperature, top_k, top_p, min_p = zip(*(q.sampling for q in requests), strict=True)
-    return Sampling(
-        np.array(temperature, np.float32),
-        np.array(top_k, np.int32),
-        np.array(top_p, np.float32),
-        np.array(min_p, np.float32),
-    )
 
 
 def _hand_over_probabilities(runner: Any, ids: Sequence[str], drafts: Drafts, vocab_size: int) -> None:
