@@ -82,10 +82,11 @@ or_none_chosen = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model data demo test bench lint coverage wheel-test pytest test-vllm test-sglang clean
+.PHONY: help setup model data demo test bench lint coverage wheel-test pytest test-vllm test-sglang \
+	test-every-engine clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: environment-core ## make or update the virtual environment
 
@@ -107,11 +108,11 @@ demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transf
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
 		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out
 
-test: model data lint wheel-test pytest test-vllm test-sglang ## everything that must pass before a change goes in
+test: model data lint wheel-test pytest test-vllm test-sglang test-every-engine ## all that must pass
 	@printf '\nall green\n'
 
 # These have environments of their own.
-NO_ENGINE := --ignore=integration_tests/vllm --ignore=integration_tests/sglang
+NO_ENGINE := $(addprefix --ignore=integration_tests/,vllm sglang every_engine)
 
 pytest: model data ## the tests but for vLLM's and SGLang's: PYTEST_ARGS="-k bigram"
 	$(call title,tests)
@@ -130,6 +131,10 @@ endif
 test-sglang: environment-sglang model data ## SGLang's tests: PYTEST_ARGS="-k bigram"
 	$(call title,tests of SGLang)
 	@"$(VENVS)/sglang/bin/pytest" integration_tests/sglang $(PYTEST_ARGS) $(or_none_chosen)
+
+test-every-engine: setup environment-vllm environment-sglang ## what must be the same in all engines
+	$(call title,tests of all engines)
+	@"$(BIN)/pytest" integration_tests/every_engine $(PYTEST_ARGS) $(or_none_chosen)
 
 coverage: model data ## the tests, and every line that they miss
 	$(call title,coverage)

@@ -263,12 +263,13 @@ class Engine:
         rows, lengths = self.tokens.rows(ids)
         limits = np.array([self._limit(r) for r in self.running], np.int32)
         hidden, aux = self._packed_states(ids)
+        sampling = _sampling(self.running) or Sampling.greedy(n)
         return self.driver.propose(
             ids, self.tokens.token_ids, rows, lengths,
             limits=limits,
             prompt_lengths=np.array([len(r.prompt) for r in self.running], np.int32),
             tenants=[r.tenant for r in self.running],
-            sampling=_sampling(self.running) if Need.SAMPLING in self._wanted else None,
+            sampling=sampling if Need.SAMPLING in self._wanted else None,
             predictions=self._packed_predictions(ids),
             hidden_states=hidden,
             aux_hidden_states=aux,
@@ -411,12 +412,7 @@ def _sampling(requests: Sequence[Request]) -> Sampling | None:
     if not any(r.params.temperature > 0 for r in requests):
         return None
     params = [r.params for r in requests]
-    return Sampling(
-        np.array([p.temperature for p in params], np.float32),
-        np.array([p.top_k for p in params], np.int32),
-        np.array([p.top_p for p in params], np.float32),
-        np.array([p.min_p for p in params], np.float32),
-    )
+    return Sampling.of([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params])
 
 
 def _overhang(text: str, stop: Sequence[str]) -> int:

@@ -6,21 +6,13 @@ An engine's scheduler is a process of its own, so a test sees what the engine re
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import toys
-from engine_settings import ENGINE, report_failed_process
+from offline import MakeEngine, engine
+from plugged_in import plug_in
 from tiny_model import prompts_of_tiny_model, save_tiny_model
-
-MakeEngine = Callable[..., AbstractContextManager[Any]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,11 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _toys(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Engines' processes know the proposers of :mod:`toys`."""
-    folder = tmp_path_factory.mktemp("toys")
-    toys.install(folder)
-    added = [str(folder), str(Path(__file__).parent)]
-    sys.path += added
-    os.environ["PYTHONPATH"] = os.pathsep.join([*added, *filter(None, [os.environ.get("PYTHONPATH")])])
+    plug_in(tmp_path_factory.mktemp("toys"), Path(__file__).with_name("toys.py"))
 
 
 @pytest.fixture(scope="session")
@@ -56,29 +44,4 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="session")
 def make_engine(tiny_model: Path) -> MakeEngine:
     """``with make_engine(**arguments_of_sglang) as engine``: an ``sglang.Engine``, in float32."""
-    return functools.partial(_engine, tiny_model)
-
-
-@contextmanager
-def _engine(model: Path, /, **settings: Any) -> Iterator[Any]:
-    import sglang
-    import zmq
-
-    chosen = {
-        "model_path": str(model), "log_level": "warning", "custom_sigquit_handler": report_failed_process,
-        **ENGINE, **settings,
-    }  # fmt: skip
-    engine = None
-    try:
-        engine = sglang.Engine(**chosen)
-        yield engine
-    finally:
-        if engine is not None:
-            engine.shutdown()
-        else:
-            from sglang.srt.utils import kill_process_tree
-
-            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=60)
-        # With messages left to processes that are gone, the collection of a context would wait for ever.
-        for context in [found for found in gc.get_objects() if isinstance(found, zmq.Context)]:
-            context.destroy(linger=0)
+    return functools.partial(engine, tiny_model)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from engine_settings import ENGINE
 from http_server import Served, answering, eventually, launch
+from served_questions import MODEL
 
-__all__ = ["MODEL", "Served", "eventually", "serve", "start"]
-
-MODEL = "tiny"
-"""What a served model is called."""
+__all__ = ["Served", "eventually", "serve", "start"]
 
 
 def start(model: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> Served:

@@ -61,3 +61,32 @@ def test_log_of_what_was_drafted_fits_the_output_when_streamed(suffix: Any, prom
     meta = pieces[-1]["meta_info"]
     assert sum(meta["spec_plugins_draft_tokens"]) == meta["spec_num_proposed_drafts"] > 0
     assert meta["completion_tokens"] == 40
+
+
+def test_custom_logit_processors_are_heeded(make_engine: Any, prompts: Prompts) -> None:
+    """Beside requests without, which draft."""
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    banned = [12, 22, 67, 78]
+    some, n = prompts[:8], 8
+    asked = [greedy(40, **({"custom_params": {"token_ids": banned}} if i % 2 else {})) for i in range(n)]
+    hot = [{**p, "temperature": 1.0} for p in asked]
+    processors = [DisallowedTokensLogitsProcessor.to_str() if i % 2 else None for i in range(n)]
+
+    def answers(engine: Any, params: Any) -> Any:
+        return ask(engine, some, params, custom_logit_processor=processors)
+
+    settings = {"enable_custom_logit_processor": True}
+    with make_engine(**settings) as engine:
+        expected = ids(answers(engine, asked))
+    with (
+        configured({"proposer": "suffix"}) as algorithm,
+        make_engine(speculative_algorithm=algorithm, **settings) as engine,
+    ):
+        found, sampled = answers(engine, asked), answers(engine, hot)
+    assert ids(found) == expected
+    drafted = [sum(a["meta_info"]["spec_plugins_draft_tokens"]) for a in found]
+    assert [d > 0 for d in drafted] == [True, False] * 4
+    for given in (ids(found), ids(sampled)):
+        assert any(set(banned) & set(tokens) for tokens in given[::2])
+        assert not any(set(banned) & set(tokens) for tokens in given[1::2])

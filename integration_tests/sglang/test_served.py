@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from engine_settings import CONTEXT_LENGTH
 from http_server import START_SECONDS
-from served import MODEL, Served, eventually, serve, start
+from served import Served, eventually, serve, start
+from served_questions import COMMON, MODEL, REGEX, RESPONSE, SCHEMA, Prompts, chat, complete, text
 from speculating import PATIENT
 from toys import HANGS_AT
 
@@ -25,38 +26,7 @@ from spec_plugins.request_switch import SWITCH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-Prompts = Sequence[Sequence[int]]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "kind": {"enum": ["apple", "pear"]},
-        "numbers": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 6, "maxItems": 6},
-    },
-    "required": ["kind", "numbers"],
-    "additionalProperties": False,
-}
-REGEX = "(ab|cd){12}-[0-9]{3}-(ab|cd){12}"
-RESPONSE = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
 FLAGS = ["--constrained-json-disable-any-whitespace", "--decode-log-interval", "4"]
-MESSAGES = [{"role": "user", "content": "say it again, say it again, say it"}]
-
-
-def complete(client: Any, prompt: Sequence[int], max_tokens: int = 48, **settings: Any) -> Any:
-    """A greedy completion."""
-    body = {"ignore_eos": True, **settings.pop("extra_body", {})}
-    return client.completions.create(
-        model=MODEL, prompt=list(prompt), max_tokens=max_tokens, extra_body=body,
-        **{"temperature": 0, **settings},
-    )  # fmt: skip
-
-
-def chat(client: Any, **settings: Any) -> Any:
-    """A greedy chat answer."""
-    body = {"ignore_eos": True, **settings.pop("extra_body", {})}
-    return client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=settings.pop("max_tokens", 48), temperature=0,
-        extra_body=body, **settings,
-    )  # fmt: skip
 
 
 def generate(client: Any, prompt: Sequence[int], *, stream: bool = False, **params: Any) -> Any:
@@ -73,28 +43,12 @@ def generate(client: Any, prompt: Sequence[int], *, stream: bool = False, **para
         return [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")][-1]
 
 
-def text(completion: Any) -> tuple[str, str, int]:
-    """What was said, why it ended, and in how many tokens."""
-    choice = completion.choices[0]
-    said = choice.text if hasattr(choice, "text") else choice.message.content
-    return said, choice.finish_reason, completion.usage.completion_tokens
-
-
-def joined(stream: Any) -> str:
-    """What a stream says."""
-    pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
-    return "".join((p.text if hasattr(p, "text") else p.delta.content) or "" for p in pieces)
-
-
 def structured(client: Any, prompts: Prompts, **kind: Any) -> Any:
     return [text(complete(client, p, 120, extra_body={"ignore_eos": False, **kind})) for p in prompts[:3]]
 
 
 QUESTIONS: dict[str, Callable[[Any, Prompts], Any]] = {
-    "completions": lambda c, prompts: [text(complete(c, p)) for p in prompts],
-    "completions, streamed": lambda c, prompts: [joined(complete(c, p, stream=True)) for p in prompts[::4]],
-    "chat": lambda c, _: text(chat(c)),
-    "chat, streamed": lambda c, _: joined(chat(c, stream=True)),
+    **COMMON,
     "generate": lambda c, prompts: [generate(c, p)["output_ids"] for p in prompts[::3]],
     "generate, streamed": lambda c, prompts: generate(c, prompts[1], stream=True)["text"],
     "regex": lambda c, prompts: structured(c, prompts, regex=REGEX),

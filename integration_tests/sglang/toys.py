@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from toy_drafts import copies
 
 from spec_plugins import Draft, Need, Proposer, Step, Target, hookimpl
 
 NAMES = {
-    "toy-head": "Head", "toy-likely": "Likely", "toy-raises": "Raises", "toy-garbage": "Garbage",
-    "toy-sleeps": "Sleeps", "toy-mixed": "Mixed",
+    "toy-head": "toys:Head", "toy-likely": "toys:Likely", "toy-mixed": "toys:Mixed",
+    "toy-raises": "toy_drafts:Raises", "toy-garbage": "toy_drafts:Garbage", "toy-sleeps": "toy_drafts:Sleeps",
 }  # fmt: skip
 SEEN = "SPEC_PLUGINS_TOY_LOG"
 """Environment variable: a file for what a proposer saw, a JSON text a line."""
@@ -30,21 +31,7 @@ HANGS_AT = 127
 @hookimpl
 def spec_plugins_proposers() -> dict[str, str]:
     """The proposers below."""
-    return {name: f"{__name__}:{kind}" for name, kind in NAMES.items()}
-
-
-def install(folder: Path) -> None:
-    """Let every process that has ``folder`` on its path find them."""
-    about = folder / "spec_plugins_toys-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: spec-plugins-toys\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[spec_plugins]\ntoys = toys\n")
-
-
-def copies(step: Step, i: int) -> Draft:
-    """Guess that the last tokens come again."""
-    room = int(min(step.budgets[i], step.depths[i]))
-    return Draft(np.resize(step.tokens(i)[-4:], room).astype(np.int32))
+    return NAMES
 
 
 class Head(Proposer):
@@ -95,41 +82,6 @@ class Likely(Proposer):
         return [
             tree if min(step.budgets[i], step.depths[i]) >= 2 else copies(step, i) for i in range(len(step))
         ]
-
-
-class Raises(Proposer):
-    """Fails at every call."""
-
-    def propose(self, step: Step) -> list[Draft]:
-        raise RuntimeError("as ever")
-
-
-class Garbage(Proposer):
-    """A new kind of nonsense at every call."""
-
-    def load(self, target: Target) -> None:
-        self.calls = 0
-
-    def propose(self, step: Step) -> Sequence[Any]:
-        self.calls += 1
-        n = len(step)
-        answers: list[Sequence[Any]] = [
-            [Draft(np.array([-5, 128, 2**30], np.int32))] * n,
-            [Draft(np.array([1], np.int32))] * (n + 1),
-            [Draft(np.arange(5000, dtype=np.int32) % 128)] * n,
-            "nothing of the kind",
-            [None] * n,
-            [Draft(np.array([1, 2], np.int32), np.array([1, 0], np.int32))] * n,
-        ]
-        return answers[self.calls % len(answers)]
-
-
-class Sleeps(Proposer):
-    """Takes five seconds."""
-
-    def propose(self, step: Step) -> list[Draft]:
-        time.sleep(5)
-        return [copies(step, i) for i in range(len(step))]
 
 
 class Mixed(Proposer):

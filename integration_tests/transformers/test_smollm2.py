@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from real_model import MODEL, NEEDS_MODEL
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'spec-plugins[transformers]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'spec-plugins[transformers]'")
@@ -19,14 +18,7 @@ from spec_plugins.adapters.transformers import (  # noqa: E402
 from spec_plugins.evaluation import demo  # noqa: E402
 from spec_plugins.evaluation.prompts import humaneval, mtbench  # noqa: E402
 
-MODEL = Path(os.environ.get("SPEC_PLUGINS_MODEL", "missing"))
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not MODEL.is_dir(), reason="needs the model: `make model`, and SPEC_PLUGINS_MODEL set to it"
-    ),
-]
+pytestmark = NEEDS_MODEL
 PARAMS = SamplingParams(max_new_tokens=40)
 CONFIGS = {**demo.CONFIGS, "merged": {
     "proposer": "combine", "num_speculative_tokens": 6, "max_draft_nodes": 12,

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from http_server import START_SECONDS, Served, answering, eventually, launch
+from served_questions import MODEL
 
 __all__ = ["MODEL", "START_SECONDS", "Served", "eventually", "plug_in", "serve", "start"]
-
-MODEL = "tiny"
-"""What a served model is called."""
 
 
 def start(model: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> Served:

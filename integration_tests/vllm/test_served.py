@@ -6,59 +6,18 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import MODEL, START_SECONDS, Served, eventually, plug_in, serve, start
+from served import START_SECONDS, Served, eventually, plug_in, serve, start
+from served_questions import COMMON, MODEL, REGEX, SCHEMA, Prompts, chat, complete, text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-Prompts = Sequence[Sequence[int]]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "kind": {"enum": ["apple", "pear"]},
-        "numbers": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 6, "maxItems": 6},
-    },
-    "required": ["kind", "numbers"],
-    "additionalProperties": False,
-}
-REGEX = "(ab|cd){12}-[0-9]{3}-(ab|cd){12}"
 FLAGS = ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
-MESSAGES = [{"role": "user", "content": "say it again, say it again, say it"}]
-
-
-def complete(client: Any, prompt: Sequence[int], max_tokens: int = 48, **settings: Any) -> Any:
-    """A greedy completion."""
-    body = {"ignore_eos": True, **settings.pop("extra_body", {})}
-    return client.completions.create(
-        model=MODEL, prompt=list(prompt), max_tokens=max_tokens, extra_body=body,
-        **{"temperature": 0, **settings},
-    )  # fmt: skip
-
-
-def chat(client: Any, **settings: Any) -> Any:
-    """A greedy chat answer."""
-    body = {"ignore_eos": True, **settings.pop("extra_body", {})}
-    return client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=48, temperature=0, extra_body=body, **settings
-    )
-
-
-def text(completion: Any) -> tuple[str, str, int]:
-    """What was said, why it ended, and in how many tokens."""
-    choice = completion.choices[0]
-    said = choice.text if hasattr(choice, "text") else choice.message.content
-    return said, choice.finish_reason, completion.usage.completion_tokens
-
-
-def joined(stream: Any) -> str:
-    """What a stream says."""
-    pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
-    return "".join((p.text if hasattr(p, "text") else p.delta.content) or "" for p in pieces)
 
 
 def structured(**kind: Any) -> dict[str, Any]:
@@ -66,10 +25,7 @@ def structured(**kind: Any) -> dict[str, Any]:
 
 
 QUESTIONS: dict[str, Callable[[Any, Prompts], Any]] = {
-    "completions": lambda c, prompts: [text(complete(c, p)) for p in prompts],
-    "completions, streamed": lambda c, prompts: [joined(complete(c, p, stream=True)) for p in prompts[::4]],
-    "chat": lambda c, _: text(chat(c)),
-    "chat, streamed": lambda c, _: joined(chat(c, stream=True)),
+    **COMMON,
     "regex": lambda c, prompts: [
         text(complete(c, p, 120, extra_body=structured(regex=REGEX))) for p in prompts[:3]
     ],

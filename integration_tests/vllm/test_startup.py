@@ -89,16 +89,15 @@ def test_without_salts_each_request_is_a_tenant(monkeypatch: pytest.MonkeyPatch)
 
 WORKER = """
 import json, sys
-import conftest
 from test_startup import moving_rows
-from offline import drafter_of, statistics_of
+from offline import drafter_of, engine, statistics_of
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
 names = ("propose_draft_token_ids", "_update_states", "_setup_eagle3_aux_hidden_state_outputs")
 own = [Runner.__dict__[n] for n in names]
 model, prompts = json.loads(sys.argv[1])
-with conftest._engine(model, "ngram", max_num_seqs=4,
-                      worker_cls="spec_plugins.adapters.vllm.worker.Worker") as llm:
+with engine(model, "ngram", max_num_seqs=4,
+            worker_cls="spec_plugins.adapters.vllm.worker.Worker") as llm:
     found = moving_rows(llm, prompts)
     assert drafter_of(llm).state is not None
     accepted = statistics_of(llm).accepted_tokens

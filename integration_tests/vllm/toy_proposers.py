@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from toy_drafts import Garbage, Raises, Sleeps, copies
 
 from spec_plugins import Draft, Need, Proposer, Step, Target
 from spec_plugins.registry import Registration, registry
@@ -21,13 +21,7 @@ def register() -> None:
         "toy-watcher": Watcher, "toy-sampled": Sampled, "toy-wrong-q": WrongQ, "toy-likely": Likely,
         "toy-raises": Raises, "toy-garbage": Garbage, "toy-sleeps": Sleeps,
     }.items():  # fmt: skip
-        registry().add(Registration(name, f"{__name__}:{cls.__name__}", "tests"))
-
-
-def copies(step: Step, i: int) -> Draft:
-    """Guess that the last tokens come again."""
-    room = int(min(step.budgets[i], step.depths[i]))
-    return Draft(np.resize(step.tokens(i)[-4:], room).astype(np.int32))
+        registry().add(Registration(name, f"{cls.__module__}:{cls.__name__}", "tests"))
 
 
 @dataclass
@@ -109,38 +103,3 @@ class Likely(Proposer):
     def propose(self, step: Step) -> list[Draft]:
         rooms = np.minimum(step.budgets, step.depths).tolist()
         return [Draft(np.array(self.tokens[:room], np.int32)) for room in rooms]
-
-
-class Raises(Proposer):
-    """Fails at every call."""
-
-    def propose(self, step: Step) -> list[Draft]:
-        raise RuntimeError("as ever")
-
-
-class Garbage(Proposer):
-    """A new kind of nonsense at every call."""
-
-    def load(self, target: Target) -> None:
-        self.calls = 0
-
-    def propose(self, step: Step) -> Sequence[Any]:
-        self.calls += 1
-        n = len(step)
-        answers: list[Sequence[Any]] = [
-            [Draft(np.array([-5, 128, 2**30], np.int32))] * n,
-            [Draft(np.array([1], np.int32))] * (n + 1),
-            [Draft(np.arange(5000, dtype=np.int32) % 128)] * n,
-            "nothing of the kind",
-            [None] * n,
-            [Draft(np.array([1, 2], np.int32), np.array([1, 0], np.int32))] * n,
-        ]
-        return answers[self.calls % len(answers)]
-
-
-class Sleeps(Proposer):
-    """Takes five seconds."""
-
-    def propose(self, step: Step) -> list[Draft]:
-        time.sleep(5)
-        return [copies(step, i) for i in range(len(step))]
