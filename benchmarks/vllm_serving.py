@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Context, Result, case, spread
-from benchmarks.vllm_server import Block, Environment, Server, Speculated, environment, model_dtype, plug_in
+from benchmarks.server import Block, Environment, Server, Speculated, environment
+from benchmarks.vllm_server import VllmServer, model_dtype, plug_in
 from spec_plugins.evaluation.prompts import agent_replays, humaneval, mtbench
 
 __all__ = ["cut", "encoder"]
@@ -152,7 +153,7 @@ def idle_share(servers: Mapping[str, Server], seconds: float = 5.0) -> float:
 @case("vllm-serving", needs="vllm")
 def vllm_serving(context: Context) -> Result:
     """Output tokens/s of `vllm serve`: the plug-ins, vLLM's own methods and no speculation, in turn."""
-    env = environment("spec_plugins.adapters.vllm", "arctic_inference")
+    env = environment("vllm", "spec_plugins.adapters.vllm", "arctic_inference")
     chosen, left_out = variants(env)
     if context.quick:
         chosen = [v for v in chosen if "suffix" not in v.name]
@@ -181,7 +182,7 @@ def vllm_serving(context: Context) -> Result:
         for variant in chosen:
             context.say(f"starting vllm serve, {variant.name}")
             servers[variant.name] = stack.enter_context(
-                Server(variant.name, env, context.model, [*settings, *variant.settings])
+                VllmServer(variant.name, env, context.model, [*settings, *variant.settings])
             )
         for name, server in servers.items():
             context.say(f"warming up {name}")
@@ -212,7 +213,7 @@ def vllm_serving(context: Context) -> Result:
             "prompts", "at once", "variant", "tokens/s", "over none", "over vLLM's own",
             "acceptance length", "tokens/step", "same as none",
         ],
-        about={**env.about, "vllm_dtype": dtype},
+        about={**env.about, "engine_dtype": dtype},
     )  # fmt: skip
     against = {v.name: v.against for v in chosen}
     for (name, concurrency), by_variant in ran.items():

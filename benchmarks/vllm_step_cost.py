@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.case import Context, Result, case, spread
 from benchmarks.proposal_cost import source_tokens
-from benchmarks.vllm_server import Environment, environment
+from benchmarks.server import Environment, environment
 from benchmarks.vllm_serving import NGRAM_K, SUFFIX_K, Variant, variants
 from benchmarks.vllm_step_engine import Steps
 from spec_plugins.errors import SpecPluginsError, UnavailableError
@@ -158,7 +158,7 @@ def measured(ran: Mapping[str, Sequence[Steps]]) -> list[list[str]]:
 @case("vllm-step-cost", needs="vllm")
 def vllm_step_cost(context: Context) -> Result:
     """µs of a decoding step that vLLM's model runner spends on drafting: plug-ins and its own methods."""
-    env = environment("spec_plugins.adapters.vllm", "arctic_inference")
+    env = environment("vllm", "spec_plugins.adapters.vllm", "arctic_inference")
     compared, left_out = pairs(env)
     if not compared:
         raise UnavailableError(f"vllm: nothing to compare: {'; '.join(left_out)}")

@@ -7,7 +7,8 @@ no engine: flags can be written on a machine that the engine is not installed on
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,9 @@ from spec_plugins.config import Config, load_config
 from spec_plugins.errors import UnsupportedError
 from spec_plugins.support import ENGINES, Explanation, explain, find_engine
 
-__all__ = ["EngineFlags", "Flags", "example", "flags_of", "installed_version", "prepare"]
+__all__ = [
+    "EngineFlags", "Flags", "example", "flags_of", "in_config_file", "installed_version", "prepare",
+]  # fmt: skip
 
 Route = Literal["plugin", "native"]
 
@@ -73,6 +76,22 @@ def _has_flags(package: str) -> bool:
     from spec_plugins import adapters
 
     return any((Path(folder) / package / "flags.py").is_file() for folder in adapters.__path__)
+
+
+def in_config_file(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What the file of an engine's ``--config`` sets, which flags replace without a word: name, and file.
+
+    Nothing where there is none, or none that can be read: the engine says so itself.
+    """
+    if "--config" not in arguments[:-1]:
+        return
+    file = arguments[list(arguments).index("--config") + 1]
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    for name in re.findall(r"^['\"]?([A-Za-z_-]+)['\"]?\s*:", text, re.MULTILINE):
+        yield name, file
 
 
 def installed_version(engine: str) -> str | None:

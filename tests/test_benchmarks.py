@@ -14,9 +14,9 @@ if not (Path(__file__).parents[1] / "benchmarks").is_dir():
     pytest.skip("the benchmarks are in the checkout only", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import vllm_server, vllm_serving, vllm_soak, vllm_step_cost
+from benchmarks import server, sglang_acceptance, sglang_server, soak, vllm_serving, vllm_step_cost
 from benchmarks.case import CASES
-from benchmarks.vllm_server import Answer, Block, Environment, Speculated
+from benchmarks.server import Answer, Block, Environment, Speculated
 from benchmarks.vllm_step_engine import Steps
 from spec_plugins.errors import SpecPluginsError, UnavailableError
 from spec_plugins.evaluation.prompts import agent_replays
@@ -95,16 +95,16 @@ def test_acceptance_that_falls_is_told_from_chance() -> None:
     def slots(*accepted: int) -> list[Speculated]:
         return [Speculated(100, 400, a, 100 + a) for a in accepted]
 
-    difference, low, high = vllm_soak.lengths_differ(slots(200, 210, 190, 205), slots(100, 110, 90, 105))
+    difference, low, high = soak.lengths_differ(slots(200, 210, 190, 205), slots(100, 110, 90, 105))
     assert difference == pytest.approx(-1.0)
     assert low < difference < high < -0.5
-    difference, low, high = vllm_soak.lengths_differ(slots(100, 200, 150), slots(200, 100, 155))
+    difference, low, high = soak.lengths_differ(slots(100, 200, 150), slots(200, 100, 155))
     assert low < 0 < high
 
 
 def test_memory_is_compared_with_when_it_had_settled() -> None:
-    grown = [vllm_soak.Slot(60.0, mib, Speculated(), Counter()) for mib in (10, 50, 80, 90, 100, 101, 103)]
-    assert vllm_soak.growth(grown) == 3
+    grown = [soak.Slot(60.0, mib, Speculated(), Counter()) for mib in (10, 50, 80, 90, 100, 101, 103)]
+    assert soak.growth(grown) == 3
 
 
 def test_a_step_costs_what_both_methods_take() -> None:
@@ -116,6 +116,27 @@ def test_a_step_costs_what_both_methods_take() -> None:
     assert theirs == ["theirs", "6 (2–10)", "1 (1–1)", "", "8 (4–11)", "2.0", "1.0", "6"]
     # Within a repeat: a median of 2 µs to 4, and of 20 to 10.
     assert ours[3].startswith("1.25 ")
+
+
+def test_acceptance_length_counts_neither_prefill_nor_what_was_not_drafted() -> None:
+    told = [
+        ([5] * 9, {"spec_verify_ct": 4, "spec_num_proposed_drafts": 44}),
+        ([6] * 3, {"spec_verify_ct": 1, "spec_num_proposed_drafts": 6}),
+    ]
+    seen = sglang_acceptance.Seen.of(told)
+    assert seen.acceptance_length == 10 / 5
+    assert seen.nodes == 11
+
+
+def test_draft_sizes_as_sglang_counts_them() -> None:
+    flags, variables = sglang_server.algorithm("suffix", 8, 11, tree=False)
+    assert dict(zip(flags[::2], flags[1::2], strict=True)) == {
+        "--speculative-algorithm": "SPEC_SUFFIX",
+        "--speculative-num-steps": "8",
+        "--speculative-num-draft-tokens": "12",
+    }
+    assert json.loads(variables["SPEC_PLUGINS_CONFIG"]) == {"options": {"tree": False}}
+    assert sglang_server.algorithm("ngram", 4)[1] == {}
 
 
 @pytest.mark.parametrize("modules", [("arctic_inference",), ()])
@@ -197,11 +218,12 @@ def test_an_engine_that_does_not_start_says_why(engine_environment: Environment,
 def test_a_missing_environment_names_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEC_PLUGINS_VLLM_BIN", str(tmp_path))
     with pytest.raises(UnavailableError, match="make environment-vllm"):
-        vllm_server.environment()
+        server.environment("vllm")
 
 
 def test_cases_of_engines_run_by_name_only() -> None:
     assert {name for name, case in CASES.items() if case.needs} >= {
+        "sglang-soak",
         "vllm-serving",
         "vllm-soak",
         "vllm-step-cost",

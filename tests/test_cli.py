@@ -532,9 +532,9 @@ def test_the_bar_counts_prompts(tiny_model_dir: Path) -> None:
 
 def test_demo_refuses_other_engines(tmp_path: Path) -> None:
     folders = ["--model", str(tmp_path), "--data", str(tmp_path)]
-    refused = Result("demo", *folders, "--engine", "sglang")
+    refused = Result("demo", *folders, "--engine", "tensorrt-llm")
     assert refused.code == 2
-    assert "use --engine transformers" in refused.err
+    assert "use --engine transformers" in refused.words
     assert "did you mean 'sglang'" in Result("demo", *folders, "--engine", "sglan").err
 
 

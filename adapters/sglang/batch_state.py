@@ -70,6 +70,8 @@ class BatchState:
         self._requests: dict[str, _Request] = {}
         self._predictions: dict[str, IntArray] = {}
         self._states: dict[str, list[torch.Tensor]] = {}
+        self._chunked: str | None = None
+        """The request whose prompt has parts to come; SGLang has one at a time."""
         self._last_ids: frozenset[str] = frozenset()
         self._last_time = 0.0
 
@@ -154,6 +156,10 @@ class BatchState:
                 self.finish(request.rid)
         if hidden_states is None:
             return
+        chunked, before = batch.chunked_req, self._chunked
+        self._chunked = None if chunked is None else chunked.rid
+        if before is not None and before not in (self._chunked, *(r.rid for r in batch.reqs)):
+            self._states.pop(before, None)  # aborted between two parts, of which there is no word
         parts = hidden_states.split([int(n) for n in batch.extend_lens])  # type: ignore[no-untyped-call]
         for request, part in zip(batch.reqs, parts, strict=True):
             self._states.setdefault(request.rid, []).append(part)

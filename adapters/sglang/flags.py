@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_valid
 from spec_plugins.adapters.sglang.names import ALGORITHM, CONFIG_VARIABLE, algorithm_name
 from spec_plugins.config import Config, Containment, check_native
 from spec_plugins.errors import ConfigError, UnsupportedError
-from spec_plugins.launch import Flags
+from spec_plugins.launch import Flags, in_config_file
 from spec_plugins.registry import registry
 
 __all__ = ["EXAMPLES", "NATIVE", "command", "flags"]
@@ -387,15 +386,7 @@ def _means(name: str, options: Sequence[str]) -> bool:
 
 
 def _check_file(arguments: Sequence[str], ours: Sequence[str]) -> None:
-    """Flags replace what a file of SGLang's ``--config`` says, without a word."""
-    if "--config" not in arguments[:-1]:
-        return
-    file = arguments[list(arguments).index("--config") + 1]
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return  # SGLang says so itself
-    for name in re.findall(r"^['\"]?([A-Za-z_-]+)['\"]?\s*:", text, re.MULTILINE):
+    for name, file in in_config_file(arguments):
         for options, what in ((_MODEL, "the model that is given here"), (ours, "what --spec gives")):
             if _means(f"--{name}", options):
                 raise ConfigError(f"{name} in {file!r} would be replaced by {what}; move it out of there")

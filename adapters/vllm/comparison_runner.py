@@ -28,14 +28,14 @@ _ENVIRONMENT = {
 class VllmRunner:
     """One configuration; see :class:`spec_plugins.evaluation.comparison.Runner`."""
 
-    def __init__(self, model: Path, config: Config | None, max_model_len: int = MAX_MODEL_LEN) -> None:
+    def __init__(self, model: Path, config: Config | None) -> None:
         from vllm import LLM
 
         self.config = config
         self._llm = LLM(
             model=str(model),
             dtype="float32",
-            max_model_len=max_model_len,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=1,
             enforce_eager=True,
             use_tqdm_on_load=False,

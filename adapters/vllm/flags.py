@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spec_plugins.config import Config, check_native
 from spec_plugins.errors import ConfigError, UnsupportedError
-from spec_plugins.launch import Flags
+from spec_plugins.launch import Flags, in_config_file
 from spec_plugins.support import METHODS
 
 __all__ = ["EXAMPLES", "NATIVE", "command", "flags"]
@@ -286,15 +285,7 @@ def _additional(text: str) -> dict[str, Any]:
 
 
 def _check_file(arguments: Sequence[str], ours: Mapping[str, str]) -> None:
-    """Flags replace what a file of vLLM's ``--config`` says, without a word."""
-    if "--config" not in arguments[:-1]:
-        return
-    file = arguments[list(arguments).index("--config") + 1]
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return  # vLLM says so itself
-    for name in re.findall(r"^['\"]?([a-z_-]+)['\"]?\s*:", text, re.MULTILINE):
+    for name, file in in_config_file(arguments):
         option = f"--{name}".replace("_", "-")
         if option in _RESERVED or (option == _ADDITIONAL and option in ours):
             raise ConfigError(

@@ -14,13 +14,15 @@ from spec_plugins.errors import UnsupportedError
 
 __all__ = ["demo_command"]
 
+RUNS_IN = ("transformers", "vllm", "sglang")
+
 
 def demo_command(
     model: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the model.")],
     data: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the prompts.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("demo-out"),
     engine: Annotated[
-        str, typer.Option(help="Which engine to run in: transformers or vllm.")
+        str, typer.Option(help=f"Which engine to run in: {', '.join(RUNS_IN)}.")
     ] = "transformers",
     minutes: Annotated[float, typer.Option(min=0.1, help="About how long it may take.")] = 5.0,
     as_json: AsJson = False,
@@ -28,9 +30,10 @@ def demo_command(
     from spec_plugins.support import ENGINES, find_engine
 
     key = find_engine(engine)
-    if key not in ("transformers", "vllm"):
+    if key not in RUNS_IN:
         raise UnsupportedError(
-            f"the demo cannot run in {ENGINES[key].title} in this version; use --engine transformers or vllm"
+            f"the demo cannot run in {ENGINES[key].title} in this version; "
+            f"use --engine {' or '.join(RUNS_IN)}"
         )
     require("spec_plugins.evaluation.demo", f"evaluate,{key}")
     require(f"spec_plugins.adapters.{ENGINES[key].package}.comparison_runner", f"evaluate,{key}")

@@ -78,6 +78,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **_version("vllm"),
+        **_version("sglang"),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }

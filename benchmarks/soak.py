@@ -1,4 +1,4 @@
-"""Mixed traffic for half an hour against `vllm serve` with a plug-in, and the same without."""
+"""Mixed traffic for half an hour against an engine's server with a plug-in, and the same without."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.case import Context, Result, case
-from benchmarks.vllm_server import Server, Speculated, environment, model_dtype, plug_in
+from benchmarks.server import Environment, Server, Speculated, environment
+from benchmarks.sglang_server import STAND_INS, SglangServer, algorithm
+from benchmarks.vllm_server import VllmServer, model_dtype, plug_in
 from benchmarks.vllm_serving import CONTEXT, NONE, SUFFIX_K, cut, encoder
 from spec_plugins.errors import UnavailableError
 from spec_plugins.evaluation.prompts import agent_replays, humaneval, interleaved, mtbench
@@ -25,8 +27,11 @@ from spec_plugins.evaluation.prompts import agent_replays, humaneval, interleave
 __all__ = ["Slot", "growth", "lengths_differ"]
 
 CONCURRENCY = 8
+ADAPTER = "spec_plugins.adapters.{}"
 CACHE_TOKENS = 10_000
 """suffix's cache of answers: so small that it is full within minutes, or memory and acceptance would grow."""
+POOL_TOKENS = 6_000
+"""SGLang's KV cache: so small that requests are retracted, and what the radix cache keeps is evicted."""
 SETTLED = 5
 """Slots after which memory is taken as settled, and how many are compared at either end."""
 
@@ -81,7 +86,7 @@ class Traffic:
 
     @staticmethod
     def _send(server: Server, body: dict[str, Any], pieces: int | None) -> str:
-        with server.post(body) as response:
+        with server.post("/v1/completions", {"model": "model", **body}) as response:
             if not body["stream"]:
                 return "done" if json.loads(response.read())["choices"] else "failed"
             seen = 0
@@ -126,12 +131,12 @@ def lengths_differ(
 
 
 def held(server: Server) -> list[str]:
-    """The plug-in's gauges of held state, and vLLM's own."""
+    """The plug-in's gauges of held state, and the engine's own."""
     shown = []
     for key, value in server.metrics().items():
         name, _, labels = key.partition("{")
         figure = next((x for x in labels.rstrip("}").split(",") if x.startswith("figure=")), "")
-        if name in ("spec_plugins:requests_held", "spec_plugins:state", "vllm:kv_cache_usage_perc"):
+        if name in ("spec_plugins:requests_held", "spec_plugins:state", server.cache_usage):
             shown.append(f"{name}{'{' + figure + '}' if figure else ''} {value:g}")
     return shown
 
@@ -147,7 +152,8 @@ class Soaked:
     idle: float = 0.0
     """MiB resident at rest, after the last."""
     slots: list[Slot] = field(default_factory=list)
-    running: float = 0.0
+    left: float = 0.0
+    """Requests that run when none should."""
     kept: list[str] = field(default_factory=list)
     _at: float = 0.0
     _before: Speculated = field(default_factory=Speculated)
@@ -176,13 +182,14 @@ class Soaked:
     def rest(self, expected: str = "") -> None:
         """Wait until nothing runs, and until ``expected`` is among what is held."""
         deadline = time.monotonic() + 30
-        while self.server.total("vllm:num_requests_running") and time.monotonic() < deadline:
+        while self.server.total(self.server.running) and time.monotonic() < deadline:
             time.sleep(0.5)
-        self.running, self.kept = self.server.total("vllm:num_requests_running"), held(self.server)
+        self.left, self.kept = self.server.total(self.server.running), held(self.server)
         while expected and expected not in self.kept and time.monotonic() < deadline:
             time.sleep(0.5)  # what is held is told every ten seconds where nothing runs
             self.kept = held(self.server)
         self.idle = self.server.resident()
+        self.kept += self.server.left_over()
 
     def memory(self, name: str) -> str:
         """A sentence on the memory."""
@@ -196,31 +203,67 @@ class Soaked:
 @case("vllm-soak", needs="vllm")
 def vllm_soak(context: Context) -> Result:
     """Half an hour of mixed traffic on `vllm serve` with `suffix`, and on one without: memory, acceptance."""
-    env = environment("spec_plugins.adapters.vllm")
-    if "spec_plugins.adapters.vllm" not in env.modules:
-        raise UnavailableError("vllm: spec_plugins.adapters.vllm is not in vLLM's environment")
+    env = environment("vllm", ADAPTER.format("vllm"))
+    dtype = model_dtype()
+    settings = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
+    settings += ["--max-num-seqs", str(CONCURRENCY)]
+    suffix = plug_in("suffix", SUFFIX_K, cache_tokens=CACHE_TOKENS)
+    return soak(context, VllmServer, env, dtype, settings, suffix, {})
+
+
+@case("sglang-soak", needs="sglang")
+def sglang_soak(context: Context) -> Result:
+    """Half an hour of mixed traffic on SGLang with `suffix`, and without: memory, acceptance."""
+    env = environment("sglang", ADAPTER.format("sglang"), STAND_INS)
+    dtype = model_dtype()
+    settings = [
+        "--dtype",
+        dtype,
+        "--context-length",
+        str(CONTEXT),
+        "--max-running-requests",
+        str(CONCURRENCY),
+    ]
+    settings += ["--max-total-tokens", str(POOL_TOKENS)]
+    suffix, extra = algorithm("suffix", SUFFIX_K, cache_tokens=CACHE_TOKENS)
+    return soak(context, SglangServer, env, dtype, settings, suffix, extra)
+
+
+def soak(
+    context: Context,
+    kind: type[Server],
+    env: Environment,
+    dtype: str,
+    settings: Sequence[str],
+    suffix: Sequence[str],
+    extra: Mapping[str, str],
+) -> Result:
+    """Both servers side by side.
+
+    Args:
+        settings: flags of both.
+        suffix: flags of the one that speculates.
+        extra: its environment variables.
+    """
+    if not any(module.startswith(ADAPTER.format("")) for module in env.modules):
+        raise UnavailableError(f"{env.bin}: the project is not installed there; make the environment again")
     minutes = float(os.environ.get("SPEC_PLUGINS_SOAK_MINUTES", "2" if context.quick else "30"))
     slot_seconds = 10.0 if context.quick else 60.0
-    dtype = model_dtype()
     context.say("preparing the prompts")
     encode = encoder(context.model)
     mixed = interleaved(agent_replays(context.data), humaneval(context.data), mtbench(context.data))
     limits = itertools.cycle((256, 1024, 512, 128))
     prompts = [cut(p.messages, encode, limit) for p, limit in zip(mixed, limits, strict=False)]
-    settings = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
-    settings += ["--max-num-seqs", str(CONCURRENCY)]
-    variants = {
-        NONE: settings,
-        "suffix": [*settings, *plug_in("suffix", SUFFIX_K, cache_tokens=CACHE_TOKENS)],
-    }
+    variants = {NONE: ((), {}), "suffix": (suffix, extra)}
     cores = sorted(os.sched_getaffinity(0))
     both: dict[str, Soaked] = {}
     with contextlib.ExitStack() as stack:
-        for i, (name, flags) in enumerate(variants.items()):
-            context.say(f"starting vllm serve, {name}")
+        for i, (name, (flags, more)) in enumerate(variants.items()):
+            context.say(f"starting the server, {name}")
             share = cores[i :: len(variants)] or cores  # or the servers' threads wait for each other
-            extra = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share))}
-            server = stack.enter_context(Server(f"soak {name}", env, context.model, flags, extra))
+            server = stack.enter_context(
+                kind(f"soak {name}", env, context.model, [*settings, *flags], more, share)
+            )
             both[name] = Soaked(server, Traffic(prompts))
         pool = stack.enter_context(ThreadPoolExecutor(CONCURRENCY * len(both)))
         for soaked in both.values():
@@ -248,7 +291,7 @@ def vllm_soak(context: Context) -> Result:
     unit = f"{slot_seconds:.0f} s" if context.quick else "minute"
     result = Result(
         [unit, "RSS without, MiB", "RSS, MiB", "done", "aborted", "failed", "tokens/s", "acceptance length"],
-        about={**env.about, "vllm_dtype": dtype},
+        about={**env.about, "engine_dtype": dtype},
     )
     plain, ours = both[NONE], both["suffix"]
     for i, (without, slot) in enumerate(zip(plain.slots, ours.slots, strict=True), 1):
@@ -286,7 +329,7 @@ def vllm_soak(context: Context) -> Result:
         )
     result.notes.append(
         f"Held at rest, just after a request: {', '.join(ours.kept) or 'no gauge tells'}; "
-        f"{ours.running:.0f} running."
+        f"{ours.left:.0f} running."
     )
     for name, soaked in both.items():
         if soaked.traffic.errors:

@@ -1,0 +1,199 @@
+"""An engine's HTTP server as a group of processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from spec_plugins.errors import SpecPluginsError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ServerProcess"]
+
+START_SECONDS = 600.0
+"""How long a server may take to answer; 30 is usual, and a busy machine has taken 200."""
+ANSWER_SECONDS = 600.0
+_running: set[int] = set()
+
+
+class ServerProcess:
+    """A server on a free loopback port, up from ``with`` to its end; its processes are one group.
+
+    Where this process is told to end meanwhile (SIGTERM), the servers end with it.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str], cores: Sequence[int] = ()
+    ) -> None:
+        """
+        Args:
+            name: for messages and the log's name.
+            command: what starts it; ``--host`` and ``--port`` are added.
+            variables: of its environment, beside this process's.
+            cores: the processors that it may use; all, where none are named.
+        """
+        self.name, self.command, self.variables, self.cores = name, list(command), dict(variables), cores
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = Path()
+        """All that it says."""
+        self.port = 0
+
+    def __enter__(self) -> Self:
+        """Start it and wait until it answers.
+
+        Raises:
+            SpecPluginsError: it ended, or has not answered in ten minutes; with the end of its log.
+        """
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def start(self) -> None:
+        """Start it, without waiting; whoever calls this alone has to ``__exit__`` too."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [*self.command, "--host", "127.0.0.1", "--port", str(self.port)]
+        handle, path = tempfile.mkstemp(prefix=f"{self.name.replace(' ', '-')}-", suffix=".log")
+        self.log = Path(path)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _end_all)
+        with os.fdopen(handle, "wb") as log, _on(self.cores):
+            log.write((shlex.join(command) + "\n").encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, **self.variables},
+            )  # fmt: skip
+        _running.add(self.process.pid)
+
+    def wait(self) -> None:
+        """Until it answers; raises as ``__enter__`` does."""
+        assert self.process is not None
+        started = time.monotonic()
+        while time.monotonic() - started < START_SECONDS:
+            if self.process.poll() is not None:
+                raise self.failure(f"ended with {self.process.returncode} before it answered")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self.get("/health", 5.0)[0] == 200:
+                    return
+            time.sleep(0.25)
+        raise self.failure(f"has not answered for {START_SECONDS:.0f} s")
+
+    def failure(self, what: str) -> SpecPluginsError:
+        """An error with the end of the server's log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return SpecPluginsError(
+            "\n".join([f"the server {self.name!r} {what}; {self.log} ends:", *lines[-30:]])
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it; its log stays after an error only."""
+        self._stop()
+        if kind is None:
+            self.log.unlink(missing_ok=True)
+
+    def _stop(self) -> None:
+        """End the whole group, and wait for it."""
+        if self.process is None:
+            return
+        group = self.process.pid
+        for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                self.process.poll()
+                if not self.processes():
+                    break
+                time.sleep(0.1)
+            else:
+                continue
+            break
+        self.process.wait(10.0)
+        _running.discard(group)
+
+    def _stats(self) -> Iterator[tuple[int, list[str]]]:
+        """The fields of /proc/PID/stat after the name, of each process of the group."""
+        assert self.process is not None
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    values = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                    if int(values[2]) == self.process.pid and values[0] != "Z":
+                        yield int(entry.name), values
+
+    def processes(self) -> list[int]:
+        """The group's living processes."""
+        return [pid for pid, _ in self._stats()]
+
+    def resident(self) -> float:
+        """MiB resident, summed over the group's processes."""
+        return sum(int(values[21]) for _, values in self._stats()) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def processor_seconds(self) -> float:
+        """Processor time of the group's living processes so far."""
+        return sum(int(v[11]) + int(v[12]) for _, v in self._stats()) / os.sysconf("SC_CLK_TCK")
+
+    def get(self, path: str, seconds: float = 30.0) -> tuple[int, str]:
+        """Status and text of a GET."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    @contextlib.contextmanager
+    def post(self, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """The response; leaving it unread closes the connection, which aborts the request.
+
+        Raises:
+            OSError: no connection, or a status that is not 200.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise OSError(f"{response.status}: {response.read().decode(errors='replace')[:500]}")
+            yield response
+
+
+def _end_all(number: int, _frame: Any) -> None:
+    for group in _running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that are started meanwhile stay on these processors."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
