@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CACHE", "CASES", "Case", "Context", "Result", "alternate", "case", "spread"]
+__all__ = ["CACHE", "CASES", "Case", "Context", "Result", "alternate", "case", "spread", "together"]
 
 CACHE = Path(os.environ.get("SPEC_PLUGINS_CACHE", Path.home() / ".cache" / "spec-plugins"))
 
@@ -78,6 +80,14 @@ def alternate(variants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[s
             variants[name]()
             seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def together(ratios: Sequence[float], draws: int = 4000) -> str:
+    """Geometric mean, and its 95% bootstrap interval over the ratios."""
+    chance, logs = random.Random(0), [math.log(ratio) for ratio in ratios]
+    drawn = sorted(statistics.fmean(chance.choices(logs, k=len(logs))) for _ in range(draws))
+    middle, low, high = statistics.fmean(logs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws)]
+    return f"{math.exp(middle):.2f} ({math.exp(low):.2f} to {math.exp(high):.2f})"
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

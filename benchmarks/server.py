@@ -163,7 +163,7 @@ class Server(ServerProcess, ABC):
     def metrics(self) -> dict[str, float]:
         """Everything on /metrics, by its name with its labels."""
         values: dict[str, float] = {}
-        for line in self.get("/metrics")[1].splitlines():
+        for line in self.get("/metrics", seconds=120.0)[1].splitlines():  # a loaded server takes its time
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 values[name] = float(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Context, Result, case, spread
+from benchmarks.case import Context, Result, case, spread, together
 from benchmarks.server import Block, Environment, Server, Speculated, environment
 from benchmarks.vllm_server import VllmServer, model_dtype, plug_in
 from spec_plugins.evaluation.prompts import agent_replays, humaneval, mtbench
@@ -112,6 +112,12 @@ def variants(env: Environment) -> tuple[list[Variant], list[str]]:
     return chosen, left_out
 
 
+def ratios(ours: Sequence[Block], theirs: Sequence[Block]) -> list[float]:
+    """How much faster each block was."""
+    pairs = zip(ours, theirs, strict=True)
+    return [a.tokens_per_second / b.tokens_per_second for a, b in pairs]
+
+
 def measured(
     blocks: Mapping[str, Sequence[Block]], against: Mapping[str, str | None]
 ) -> Iterator[tuple[str, list[str]]]:
@@ -120,8 +126,7 @@ def measured(
     def ratio(name: str, other: str | None) -> str:
         if other is None or other not in blocks or name == other:
             return ""
-        pairs = zip(blocks[name], blocks[other], strict=True)
-        return spread([a.tokens_per_second / b.tokens_per_second for a, b in pairs])
+        return spread(ratios(blocks[name], blocks[other]))
 
     plain = [answer.token_ids for block in blocks[NONE] for answer in block.answers]
     for name, ran in blocks.items():
@@ -218,6 +223,13 @@ def vllm_serving(context: Context) -> Result:
     against = {v.name: v.against for v in chosen}
     for (name, concurrency), by_variant in ran.items():
         result.rows += [[name, concurrency, v, *cells] for v, cells in measured(by_variant, against)]
+    for one in chosen:
+        if one.against in against:
+            every = [r for by in ran.values() for r in ratios(by[one.name], by[one.against])]
+            result.notes.append(
+                f"{one.name} over {one.against}, all {len(every)} blocks: {together(every)}, geometric mean "
+                "with its 95% bootstrap interval."
+            )
     used_prompts = {name: tokens[: done * sum(requests.values())] for name, tokens in prompts.items()}
     lengths = ", ".join(f"{n} {statistics.median(map(len, t)):.0f}" for n, t in used_prompts.items())
     result.notes += [

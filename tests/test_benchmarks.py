@@ -15,7 +15,7 @@ if not (Path(__file__).parents[1] / "benchmarks").is_dir():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import server, sglang_acceptance, sglang_server, soak, vllm_serving, vllm_step_cost
-from benchmarks.case import CASES
+from benchmarks.case import CASES, together
 from benchmarks.server import Answer, Block, Environment, Speculated
 from benchmarks.vllm_step_engine import Steps
 from spec_plugins.errors import SpecPluginsError, UnavailableError
@@ -89,6 +89,11 @@ def test_ratios_are_within_rounds() -> None:
     same_ratio = "2.00 (2.00–2.00)"
     assert rows["ours"] == ["6.0 (3.0–12.0)", same_ratio, same_ratio, "4.00", "2.00", "2/3"]
     assert rows["theirs"][3] == "2.50"
+
+
+def test_ratios_are_put_together_evenly() -> None:
+    assert together([0.5, 2.0] * 20).startswith("1.00 (0.")
+    assert together([1.25] * 5) == "1.25 (1.25 to 1.25)"
 
 
 def test_acceptance_that_falls_is_told_from_chance() -> None:

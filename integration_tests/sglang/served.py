@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ def start(model: Path, *flags: str, log: Path, env: Mapping[str, str] | None = N
     command += ["--served-model-name", MODEL, "--enable-metrics"]
     for name, value in ENGINE.items():
         command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return launch([*command, *flags], log, {**os.environ, "PYTHONSAFEPATH": "1", **(env or {})})
+    return launch([*command, *flags], log, {"PYTHONSAFEPATH": "1", **(env or {})})
 
 
 @contextmanager

@@ -335,4 +335,4 @@ def test_what_cannot_be_used_ends_the_start(tiny_model: Path, tmp_path: Path) ->
             assert message in server.log.read_text(encoding="utf-8")
     finally:
         for server in started.values():
-            server.kill()
+            server.end(patience=0.5)

@@ -1,39 +1,20 @@
-"""An engine's HTTP server on a loopback port, as a group of processes, and what is asked of it."""
+"""An engine's HTTP server on a loopback port, and what is asked of it."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import os
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 600.0
-"""How long a server may take to answer: some 40 on an idle machine."""
+from spec_plugins.evaluation.server_process import START_SECONDS, ServerProcess
+
+__all__ = ["START_SECONDS", "Served", "answering", "eventually", "launch"]
 
 
-@dataclass
-class Served:
-    """A server; its processes are one group."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-
-    def get(self, path: str, seconds: float = 30.0) -> tuple[int, str]:
-        """Status and text of a GET."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
-        with contextlib.closing(connection):
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
+class Served(ServerProcess):
+    """A server that tests ask."""
 
     def client(self) -> Any:
         """An ``openai.OpenAI`` that tries everything once."""
@@ -69,52 +50,27 @@ class Served:
         """The end of the log."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
-    def kill(self) -> None:
-        """End the whole group at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
 
-
-def launch(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Served:
-    """Start a server on a free port, without waiting for it.
+def launch(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> Served:
+    """Start a server, without waiting for it.
 
     Args:
-        command: without the host and the port, which are added.
-        log: gets all that it prints; it runs in the log's folder.
-        env: its whole environment.
+        log: gets all that it prints.
+        variables: of its environment, beside this process's.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=log.parent,
-            start_new_session=True, env=env,
-        )  # fmt: skip
-    return Served(process, port, log)
+    server = Served("the server", command, variables, log=log)
+    server.start()
+    return server
 
 
 @contextmanager
 def answering(server: Served) -> Iterator[Served]:
     """Wait until a server answers; at the end its group is killed, whatever happened."""
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _answers(server):
-            ended = server.process.poll()
-            assert ended is None, f"the server ended with {ended}; {server.log}:\n{server.tail()}"
-            assert time.monotonic() < deadline, f"the server does not answer; {server.log}:\n{server.tail()}"
-            time.sleep(0.5)
+        server.wait()
         yield server
     finally:
-        server.kill()
-
-
-def _answers(server: Served) -> bool:
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return server.get("/health", 10.0)[0] == 200
-    return False
+        server.end(patience=0.5)
 
 
 def eventually(found: Callable[[], Any], seconds: float = 30.0) -> Any:

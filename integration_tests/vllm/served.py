@@ -27,7 +27,7 @@ def start(model: Path, *flags: str, log: Path, env: Mapping[str, str] | None = N
         "--max-model-len", "256", "--max-num-seqs", "16", "--disable-uvicorn-access-log", *flags,
     ]  # fmt: skip
     return launch(command, log, {
-        **os.environ, "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
         "VLLM_LOG_STATS_INTERVAL": "2", "VLLM_LOGGING_LEVEL": "INFO", "PYTHONSAFEPATH": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(env or {}),
     })  # fmt: skip

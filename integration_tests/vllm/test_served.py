@@ -395,6 +395,6 @@ def test_unknown_proposer_ends_the_start(tiny_model: Path, tmp_path: Path) -> No
     try:
         assert server.process.wait(START_SECONDS)
     finally:
-        server.kill()
+        server.end(patience=0.5)
     log = server.log.read_text(encoding="utf-8")
     assert "no proposer is registered as 'sufix'; did you mean 'suffix'?" in log

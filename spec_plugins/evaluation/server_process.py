@@ -39,7 +39,12 @@ class ServerProcess:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], variables: Mapping[str, str], cores: Sequence[int] = ()
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        cores: Sequence[int] = (),
+        log: Path | None = None,
     ) -> None:
         """
         Args:
@@ -47,12 +52,20 @@ class ServerProcess:
             command: what starts it; ``--host`` and ``--port`` are added.
             variables: of its environment, beside this process's.
             cores: the processors that it may use; all, where none are named.
+            log: gets all that it says; left out: a file that stays after an error only.
         """
         self.name, self.command, self.variables, self.cores = name, list(command), dict(variables), cores
-        self.process: subprocess.Popen[bytes] | None = None
-        self.log = Path()
+        self._started: subprocess.Popen[bytes] | None = None
+        self._keeps_log = log is not None
+        self.log = log or Path()
         """All that it says."""
         self.port = 0
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The first of the group, once it is started."""
+        assert self._started is not None, "not started"
+        return self._started
 
     def __enter__(self) -> Self:
         """Start it and wait until it answers.
@@ -64,24 +77,26 @@ class ServerProcess:
         try:
             self.wait()
         except BaseException:
-            self._stop()
+            self.end()
             raise
         return self
 
     def start(self) -> None:
-        """Start it, without waiting; whoever calls this alone has to ``__exit__`` too."""
+        """Start it, without waiting. Whoever calls this has to see to its :meth:`end`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         command = [*self.command, "--host", "127.0.0.1", "--port", str(self.port)]
-        handle, path = tempfile.mkstemp(prefix=f"{self.name.replace(' ', '-')}-", suffix=".log")
-        self.log = Path(path)
+        if not self._keeps_log:
+            handle, path = tempfile.mkstemp(prefix=f"{self.name.replace(' ', '-')}-", suffix=".log")
+            os.close(handle)
+            self.log = Path(path)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _end_all)
-        with os.fdopen(handle, "wb") as log, _on(self.cores):
+        with self.log.open("wb") as log, _on(self.cores):
             log.write((shlex.join(command) + "\n").encode())
             log.flush()
-            self.process = subprocess.Popen(
+            self._started = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True, env={**os.environ, **self.variables},
             )  # fmt: skip
@@ -89,7 +104,6 @@ class ServerProcess:
 
     def wait(self) -> None:
         """Until it answers; raises as ``__enter__`` does."""
-        assert self.process is not None
         started = time.monotonic()
         while time.monotonic() - started < START_SECONDS:
             if self.process.poll() is not None:
@@ -110,17 +124,21 @@ class ServerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it; its log stays after an error only."""
-        self._stop()
-        if kind is None:
+        """End it."""
+        self.end()
+        if kind is None and not self._keeps_log:
             self.log.unlink(missing_ok=True)
 
-    def _stop(self) -> None:
-        """End the whole group, and wait for it."""
-        if self.process is None:
+    def end(self, patience: float = 10.0) -> None:
+        """End the whole group, and wait for it.
+
+        Args:
+            patience: seconds until what does not end by itself is killed.
+        """
+        if self._started is None:
             return
         group = self.process.pid
-        for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)
             deadline = time.monotonic() + seconds
@@ -137,7 +155,6 @@ class ServerProcess:
 
     def _stats(self) -> Iterator[tuple[int, list[str]]]:
         """The fields of /proc/PID/stat after the name, of each process of the group."""
-        assert self.process is not None
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
