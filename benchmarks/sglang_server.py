@@ -40,7 +40,7 @@ class SglangServer(Server):
         env: Environment, model: Path, cores: Sequence[int]
     ) -> tuple[Sequence[str], Mapping[str, str]]:
         command = [str(env.bin / "python"), "-m", "sglang.launch_server", "--model-path", str(model)]
-        command += ["--log-level", "warning", "--enable-metrics"]
+        command += ["--log-level", "warning", "--enable-metrics", "--sleep-on-idle"]
         # Or the checkout would be on its path, and its folders be taken for packages.
         variables = {"PYTHONSAFEPATH": "1"}
         if STAND_INS in env.modules:

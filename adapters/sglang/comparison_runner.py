@@ -35,6 +35,8 @@ class SglangRunner(ServerProcess):
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         command += ["--dtype", "float32", "--context-length", str(CONTEXT_LENGTH), "--log-level", "error"]
         command += ["--max-running-requests", "1", "--max-total-tokens", str(4 * CONTEXT_LENGTH)]
+        # Or every server that waits for its turn would keep a processor busy.
+        command += ["--sleep-on-idle"]
         # So that no configuration finds a prompt in its cache, nor one that comes after it.
         command += ["--disable-radix-cache", "--random-seed", "0", *chosen.flags]
         variables = {"PYTHONSAFEPATH": "1", **chosen.environment}
