@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.server import Answer, Environment, Server, Speculated
+from spec_plugins.adapters.sglang.comparison_runner import CPU_FLAGS, CPU_VARIABLES
 
 __all__ = ["STAND_INS", "SglangServer", "algorithm"]
 
@@ -44,8 +45,8 @@ class SglangServer(Server):
         # Or the checkout would be on its path, and its folders be taken for packages.
         variables = {"PYTHONSAFEPATH": "1"}
         if STAND_INS in env.modules:
-            command += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
-            variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+            command += CPU_FLAGS
+            variables |= CPU_VARIABLES
             variables["OMP_NUM_THREADS"] = str(len(cores) or 1)
         return command, variables
 

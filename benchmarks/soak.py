@@ -31,7 +31,7 @@ ADAPTER = "spec_plugins.adapters.{}"
 CACHE_TOKENS = 10_000
 """suffix's cache of answers: so small that it is full within minutes, or memory and acceptance would grow."""
 POOL_TOKENS = 6_000
-"""SGLang's KV cache: so small that requests are retracted, and what the radix cache keeps is evicted."""
+"""SGLang's KV cache: so small that what the radix cache keeps is evicted all the time."""
 SETTLED = 5
 """Slots after which memory is taken as settled, and how many are compared at either end."""
 

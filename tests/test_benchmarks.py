@@ -228,6 +228,7 @@ def test_a_missing_environment_names_what_makes_it(tmp_path: Path, monkeypatch: 
 
 def test_cases_of_engines_run_by_name_only() -> None:
     assert {name for name, case in CASES.items() if case.needs} >= {
+        "sglang-acceptance",
         "sglang-soak",
         "vllm-serving",
         "vllm-soak",

@@ -14,7 +14,11 @@ from spec_plugins.config import Config
 from spec_plugins.evaluation.server_process import ServerProcess
 from spec_plugins.launch import Flags, prepare
 
-__all__ = ["SglangRunner", "runners"]
+__all__ = ["CPU_FLAGS", "CPU_VARIABLES", "SglangRunner", "runners"]
+
+CPU_FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph")
+CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""What a server needs where there is no GPU, beside its flags."""
 
 CONTEXT_LENGTH = 2048
 _PLAIN = Flags("native", [])
@@ -41,8 +45,8 @@ class SglangRunner(ServerProcess):
         command += ["--disable-radix-cache", "--random-seed", "0", *chosen.flags]
         variables = {"PYTHONSAFEPATH": "1", **chosen.environment}
         if not torch.cuda.is_available():
-            command += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
-            variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+            command += CPU_FLAGS
+            variables |= CPU_VARIABLES
         super().__init__(name, command, variables)
 
     def generate(self, messages: Sequence[Mapping[str, str]], max_new_tokens: int) -> tuple[list[int], int]:

@@ -35,7 +35,7 @@ _running: set[int] = set()
 class ServerProcess:
     """A server on a free loopback port, up from ``with`` to its end; its processes are one group.
 
-    Where this process is told to end meanwhile (SIGTERM), the servers end with it.
+    Where this process is told to end meanwhile (SIGTERM) and does nothing of its own then, they end with it.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class ServerProcess:
             handle, path = tempfile.mkstemp(prefix=f"{self.name.replace(' ', '-')}-", suffix=".log")
             os.close(handle)
             self.log = Path(path)
-        if threading.current_thread() is threading.main_thread():
+        own = threading.current_thread() is threading.main_thread()
+        if own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _end_all)
         with self.log.open("wb") as log, _on(self.cores):
             log.write((shlex.join(command) + "\n").encode())
