@@ -18,10 +18,15 @@ VLLM_OVERLAY ?= 0.33.0
 # in a cache of its own: SGLANG_ON_CPU=
 SGLANG ?= sglang==0.5.23
 SGLANG_ON_CPU ?= yes
+# Both have wheels for Linux on x86_64 and a few versions of Python. Where there is none, their tests are left out.
+TENSORRT_RTX ?= tensorrt-rtx-cu12==1.7.1.116
+TENSORRT_EDGELLM ?= tensorrt-edgellm==0.11.0
 # For `make demo`: which engine, and for about how long.
 ENGINE ?= transformers
 MINUTES ?= 5
-# Passed on by `make bench` and by `make test`.
+# How many suites `make test` runs side by side.
+LANES ?= 2
+# Passed on by `make bench`, `make demo` and `make test`.
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -47,6 +52,11 @@ ENVIRONMENT_sglang += $(TORCH) transformers==5.19.0 apache-tvm-ffi==0.1.11 opena
 	fastapi ipython loguru msgspec orjson partial-json-parser pillow prometheus-client psutil pybase64 \
 	python-multipart pyzmq requests sentencepiece setproctitle soundfile starlette uvicorn uvloop
 endif
+
+# TensorRT for RTX, to build the graphs of proposers with, and Edge-LLM, to export EAGLE-3; neither needs a GPU
+# for that. Not TensorRT-LLM. Edge-LLM's own pins are of older versions of the same packages, and not asked for.
+ENVIRONMENT_tensorrt-rtx = --extras transformers $(TORCH) $(TRANSFORMERS) onnx==1.23.2 onnxscript==0.7.2 \
+	onnxruntime==1.32.0 pytest pytest-timeout --where-there-are $(TENSORRT_RTX),$(TENSORRT_EDGELLM)
 
 VENVS := $(CACHE)/venvs
 BIN := $(VENVS)/core/bin
@@ -81,9 +91,12 @@ title = @printf '\n== %s\n' '$(1)'
 or_none_chosen = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 .DEFAULT_GOAL := help
+# `make test` runs its suites side by side, as a make of its own; nothing else is.
+ifndef IN_LANES
 .NOTPARALLEL:
+endif
 .PHONY: help setup model data demo test bench lint coverage wheel-test pytest test-vllm test-sglang \
-	test-every-engine clean
+	test-tensorrt-rtx test-every-engine clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -106,21 +119,32 @@ data: setup ## fetch prompts and recorded conversations (5 MB)
 demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transformers MINUTES=5
 	$(call title,demo)
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
-		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out
+		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out $(ARGS)
 
-test: model data lint wheel-test pytest test-vllm test-sglang test-every-engine ## all that must pass
+# The longest first: engines spend most of their tests starting, in one thread, and installing, in none.
+SUITES := test-sglang test-vllm pytest wheel-test test-tensorrt-rtx test-every-engine
+
+test: model data lint ## all that must pass, LANES=2 suites at a time
+	@$(MAKE) --no-print-directory -j$(LANES) IN_LANES=yes $(addprefix lane-,$(SUITES))
 	@printf '\nall green\n'
 
+# A suite whose lines say whose they are, since those of two come mixed. One thread: torch's of two suites at a
+# time wait for each other.
+lane-%:
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} bash -o pipefail -c '$(MAKE) --no-print-directory IN_LANES= $* 2>&1 | sed -u "s/^/$*: /"'
+
+# What to look at first where `make test` takes too long.
+SLOWEST := --durations=10 --durations-min=10
 # These have environments of their own.
-NO_ENGINE := $(addprefix --ignore=integration_tests/,vllm sglang every_engine)
+NO_ENGINE := $(addprefix --ignore=integration_tests/,vllm sglang tensorrt_rtx every_engine)
 
 pytest: model data ## the tests but for vLLM's and SGLang's: PYTEST_ARGS="-k bigram"
 	$(call title,tests)
-	@"$(BIN)/pytest" $(NO_ENGINE) $(PYTEST_ARGS) $(or_none_chosen)
+	@"$(BIN)/pytest" $(NO_ENGINE) $(SLOWEST) $(PYTEST_ARGS) $(or_none_chosen)
 
 test-vllm: environment-vllm model data ## vLLM's tests, on two versions of it: PYTEST_ARGS="-k bigram"
 	$(call title,tests of vLLM)
-	@"$(VENVS)/vllm/bin/pytest" integration_tests/vllm $(PYTEST_ARGS) $(or_none_chosen)
+	@"$(VENVS)/vllm/bin/pytest" integration_tests/vllm $(SLOWEST) $(PYTEST_ARGS) $(or_none_chosen)
 ifneq ($(VLLM_ON_CPU),)
 	$(call title,tests of vLLM $(VLLM_OVERLAY))
 	@"$(BIN)/python" scripts/vllm_overlay.py $(VLLM_OVERLAY) --cache "$(CACHE)"
@@ -130,7 +154,13 @@ endif
 
 test-sglang: environment-sglang model data ## SGLang's tests: PYTEST_ARGS="-k bigram"
 	$(call title,tests of SGLang)
-	@"$(VENVS)/sglang/bin/pytest" integration_tests/sglang $(PYTEST_ARGS) $(or_none_chosen)
+	@"$(VENVS)/sglang/bin/pytest" integration_tests/sglang $(SLOWEST) $(PYTEST_ARGS) $(or_none_chosen)
+
+test-tensorrt-rtx: environment-tensorrt-rtx ## graphs of heads in ONNX and TensorRT for RTX, where that installs
+	$(call title,tests of TensorRT for RTX)
+	@if test -e "$(VENVS)/tensorrt-rtx/.complete"; then \
+		"$(VENVS)/tensorrt-rtx/bin/pytest" integration_tests/tensorrt_rtx $(SLOWEST) $(PYTEST_ARGS) $(or_none_chosen); \
+	else echo 'SKIPPED: what they need does not install here, as was said above'; fi
 
 test-every-engine: setup environment-vllm environment-sglang ## what must be the same in all engines
 	$(call title,tests of all engines)
@@ -151,7 +181,7 @@ lint: setup ## style, formatting and types
 	@"$(BIN)/ruff" format --check .
 	@bash scripts/typecheck.sh "$(BIN)/mypy"
 
-wheel-test: setup ## the built wheel, on every supported Python that this machine has
+wheel-test: setup ## the built wheel, on the oldest and the newest supported Python here
 	$(call title,wheel on other Pythons)
 	@"$(BIN)/python" scripts/other_pythons.py --cache "$(CACHE)"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
+import re
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,18 +76,27 @@ class Speculated:
     draft_tokens: float = 0.0
     accepted: float = 0.0
     generated: float = 0.0
+    by_position: tuple[float, ...] = ()
+    """How many drafts were accepted up to and with each position."""
+    propose_seconds: float = 0.0
+    """In this project's proposer; 0 for an engine's own."""
 
     def __add__(self, other: Speculated) -> Speculated:
-        return Speculated(
-            self.drafts + other.drafts, self.draft_tokens + other.draft_tokens,
-            self.accepted + other.accepted, self.generated + other.generated,
-        )  # fmt: skip
+        return self._with(other, 1.0)
 
     def __sub__(self, other: Speculated) -> Speculated:
+        return self._with(other, -1.0)
+
+    def _with(self, other: Speculated, times: float) -> Speculated:
+        pairs = itertools.zip_longest(self.by_position, other.by_position, fillvalue=0.0)
         return Speculated(
-            self.drafts - other.drafts, self.draft_tokens - other.draft_tokens,
-            self.accepted - other.accepted, self.generated - other.generated,
-        )  # fmt: skip
+            self.drafts + times * other.drafts,
+            self.draft_tokens + times * other.draft_tokens,
+            self.accepted + times * other.accepted,
+            self.generated + times * other.generated,
+            tuple(mine + times * theirs for mine, theirs in pairs),
+            self.propose_seconds + times * other.propose_seconds,
+        )
 
     @property
     def acceptance_length(self) -> float:
@@ -173,6 +185,15 @@ class Server(ServerProcess, ABC):
         """One metric, summed over its labels."""
         values = self.metrics() if metrics is None else metrics
         return sum(value for key, value in values.items() if key.partition("{")[0] == name)
+
+    @staticmethod
+    def by_position(name: str, metrics: Mapping[str, float]) -> tuple[float, ...]:
+        """One metric with a label ``position``, in their order."""
+        found: dict[int, float] = defaultdict(float)
+        for key, value in metrics.items():
+            if key.partition("{")[0] == name and (position := re.search(r'position="(\d+)"', key)):
+                found[int(position[1])] += value
+        return tuple(found[i] for i in range(max(found, default=-1) + 1))
 
     @abstractmethod
     def speculated(self) -> Speculated:

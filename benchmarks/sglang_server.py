@@ -53,17 +53,14 @@ class SglangServer(Server):
     def speculated(self) -> Speculated:
         """The project's counters, and SGLang's of what it generated."""
         seen = self.metrics()
-        first = 'position="0"'
-        drafts = [
-            v
-            for k, v in seen.items()
-            if k.startswith("spec_plugins:drafted_at_position_total{") and first in k
-        ]
+        drafts = self.by_position("spec_plugins:drafted_at_position_total", seen)
         return Speculated(
-            sum(drafts),
+            sum(drafts[:1]),
             self.total("spec_plugins:draft_tokens_total", seen),
             self.total("spec_plugins:accepted_tokens_total", seen),
             self.total("sglang:generation_tokens_total", seen),
+            self.by_position("spec_plugins:accepted_at_position_total", seen),
+            self.total("spec_plugins:propose_seconds_total", seen),
         )
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:

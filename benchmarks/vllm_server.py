@@ -62,6 +62,8 @@ class VllmServer(Server):
             self.total("vllm:spec_decode_num_draft_tokens_total", seen),
             self.total("vllm:spec_decode_num_accepted_tokens_total", seen),
             self.total("vllm:generation_tokens_total", seen),
+            self.by_position("vllm:spec_decode_num_accepted_tokens_per_pos_total", seen),
+            self.total("spec_plugins:propose_seconds_total", seen),
         )
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:

@@ -141,6 +141,12 @@ def measured(
                 ratio(name, against.get(name)),
                 f"{seen.acceptance_length:.2f}" if seen.drafts else "",
                 f"{seen.tokens_per_step:.2f}",
+                " ".join(f"{n / seen.drafts:.2f}".removeprefix("0") for n in seen.by_position[:4])
+                if seen.drafts
+                else "",
+                f"{seen.propose_seconds / sum(block.seconds for block in ran):.1%}"
+                if seen.propose_seconds
+                else "",
                 "" if name == NONE else f"{same}/{len(plain)}",
             ],
         )
@@ -155,59 +161,58 @@ def idle_share(servers: Mapping[str, Server], seconds: float = 5.0) -> float:
     return used / (time.monotonic() - started)
 
 
-@case("vllm-serving", needs="vllm")
-def vllm_serving(context: Context) -> Result:
-    """Output tokens/s of `vllm serve`: the plug-ins, vLLM's own methods and no speculation, in turn."""
-    env = environment("vllm", "spec_plugins.adapters.vllm", "arctic_inference")
-    chosen, left_out = variants(env)
-    if context.quick:
-        chosen = [v for v in chosen if "suffix" not in v.name]
-        left_out.append("suffix, since this run is quick")
-    rounds, new_tokens = (1, 32) if context.quick else (ROUNDS, TOKENS)
-    requests = {1: 1, 4: 4} if context.quick else REQUESTS
-    dtype = model_dtype()
-    settings = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
-    settings += ["--max-num-seqs", str(max(REQUESTS)), "--no-enable-prefix-caching"]
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of every server, and how often."""
 
-    context.say("preparing the prompts")
-    encode = encoder(context.model)
-    need = rounds * sum(requests.values())
-    prompts = {
-        name: [cut(p.messages, encode, PROMPT_TOKENS[name]) for p in source[:need]]
-        for name, source in (("HumanEval", humaneval(context.data)), ("agent", agent_replays(context.data)))
-    }
-    warm = [cut(p.messages, encode, 256) for p in mtbench(context.data)[: 2 if context.quick else 16]]
+    prompts: Mapping[str, Sequence[Sequence[int]]]
+    """By a name, enough for all rounds."""
+    warm: Sequence[Sequence[int]]
+    requests: Mapping[int, int]
+    """How many a block has, by concurrency."""
+    rounds: int
+    new_tokens: int
+    minutes: float
 
+
+def settings(dtype: str, concurrency: int) -> list[str]:
+    """The flags that every server gets. Prefix caching is off, so that all prefill alike."""
+    flags = ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT)]
+    return [*flags, "--max-num-seqs", str(concurrency), "--no-enable-prefix-caching"]
+
+
+def serve(context: Context, env: Environment, chosen: Sequence[Variant], dtype: str, plan: Plan) -> Result:
+    """Start a server for each variant, ask all of them in turn, and put what came of it in a table."""
+    requests, chosen = plan.requests, list(chosen)
     ran: dict[tuple[str, int], dict[str, list[Block]]] = {
-        (name, c): {v.name: [] for v in chosen} for name in prompts for c in requests
+        (name, c): {v.name: [] for v in chosen} for name in plan.prompts for c in requests
     }
     done = blocks = 0
     with contextlib.ExitStack() as stack:
         servers = {}
         for variant in chosen:
             context.say(f"starting vllm serve, {variant.name}")
-            servers[variant.name] = stack.enter_context(
-                VllmServer(variant.name, env, context.model, [*settings, *variant.settings])
-            )
+            flags = [*settings(dtype, max(requests)), *variant.settings]
+            servers[variant.name] = stack.enter_context(VllmServer(variant.name, env, context.model, flags))
         for name, server in servers.items():
             context.say(f"warming up {name}")
-            server.block(warm, 8 if context.quick else 24, max(requests))
+            server.block(plan.warm, 8 if context.quick else 24, max(requests))
         context.say("idle")
         idle = idle_share(servers)
         started = time.monotonic()
-        for r in range(rounds):
+        for r in range(plan.rounds):
             used = time.monotonic() - started
-            if r and used * (r + 1) / r > 60 * MINUTES:
+            if r and used * (r + 1) / r > 60 * plan.minutes:
                 break
-            taken = dict.fromkeys(prompts, r * sum(requests.values()))
+            taken = dict.fromkeys(plan.prompts, r * sum(requests.values()))
             for name, concurrency in ran:
-                some = prompts[name][taken[name] : taken[name] + requests[concurrency]]
+                some = plan.prompts[name][taken[name] : taken[name] + requests[concurrency]]
                 taken[name] += requests[concurrency]
                 for variant in chosen[blocks % len(chosen) :] + chosen[: blocks % len(chosen)]:
                     context.say(
-                        f"round {r + 1} of {rounds}: {name}, concurrency {concurrency}, {variant.name}"
+                        f"round {r + 1} of {plan.rounds}: {name}, concurrency {concurrency}, {variant.name}"
                     )
-                    block = servers[variant.name].block(some, new_tokens, concurrency)
+                    block = servers[variant.name].block(some, plan.new_tokens, concurrency)
                     ran[name, concurrency][variant.name].append(block)
                 blocks += 1
             done += 1
@@ -216,7 +221,7 @@ def vllm_serving(context: Context) -> Result:
     result = Result(
         [
             "prompts", "at once", "variant", "tokens/s", "over none", "over vLLM's own",
-            "acceptance length", "tokens/step", "same as none",
+            "acceptance length", "tokens/step", "accepted at 1–4", "proposing", "same as none",
         ],
         about={**env.about, "engine_dtype": dtype},
     )  # fmt: skip
@@ -230,23 +235,49 @@ def vllm_serving(context: Context) -> Result:
                 f"{one.name} over {one.against}, all {len(every)} blocks: {together(every)}, geometric mean "
                 "with its 95% bootstrap interval."
             )
-    used_prompts = {name: tokens[: done * sum(requests.values())] for name, tokens in prompts.items()}
+    used_prompts = {name: tokens[: done * sum(requests.values())] for name, tokens in plan.prompts.items()}
     lengths = ", ".join(f"{n} {statistics.median(map(len, t)):.0f}" for n, t in used_prompts.items())
     result.notes += [
-        f"{context.model.name}, {dtype}, eager, greedy, {new_tokens} new tokens a request whatever it says; "
-        f"median prompt tokens: {lengths}. Rounds: {done}, in {minutes:.0f} minutes; median and quartiles "
-        "over rounds, of the ratios too, which are within a round. Every variant gets a round's prompts, in "
-        "a rotating order, and each round has others.",
+        f"{context.model.name}, {dtype}, eager, greedy, {plan.new_tokens} new tokens a request whatever it "
+        f"says; median prompt tokens: {lengths}. Rounds: {done}, in {minutes:.0f} minutes; median and "
+        "quartiles over rounds, of the ratios too, which are within a round. Every variant gets a round's "
+        "prompts, in a rotating order, and each round has others.",
         "The seconds are a block's, prefill and its last, thinner batches included. Prefix caching is off, "
         "so that all variants prefill alike. vLLM schedules asynchronously without speculation only.",
-        "Acceptance length is vLLM's: over steps with a draft. tokens/step is over all steps of a request.",
-        f"ngram: K={NGRAM_K}, n-grams of 2 to 4; suffix: K={SUFFIX_K}. All {len(chosen)} servers were up all "
-        f"the time; idle, they kept {idle:.2f} of a processor busy together.",
+        "Acceptance length is vLLM's: over steps with a draft, as is the share of drafts accepted up to a "
+        "position. tokens/step is over all steps of a request. Proposing is the share of the time that was "
+        "spent in this project's proposer.",
+        f"All {len(chosen)} servers were up all the time; idle, they kept {idle:.2f} of a processor busy "
+        "together.",
     ]
     if dtype != "float32":
         result.notes.append(
             "In bfloat16 rounding depends on how many tokens are verified, and may change answers."
         )
+    return result
+
+
+@case("vllm-serving", needs="vllm")
+def vllm_serving(context: Context) -> Result:
+    """Output tokens/s of `vllm serve`: the plug-ins, vLLM's own methods and no speculation, in turn."""
+    env = environment("vllm", "spec_plugins.adapters.vllm", "arctic_inference")
+    chosen, left_out = variants(env)
+    if context.quick:
+        chosen = [v for v in chosen if "suffix" not in v.name]
+        left_out.append("suffix, since this run is quick")
+    rounds, new_tokens = (1, 32) if context.quick else (ROUNDS, TOKENS)
+    requests = {1: 1, 4: 4} if context.quick else REQUESTS
+    context.say("preparing the prompts")
+    encode = encoder(context.model)
+    need = rounds * sum(requests.values())
+    prompts = {
+        name: [cut(p.messages, encode, PROMPT_TOKENS[name]) for p in source[:need]]
+        for name, source in (("HumanEval", humaneval(context.data)), ("agent", agent_replays(context.data)))
+    }
+    warm = [cut(p.messages, encode, 256) for p in mtbench(context.data)[: 2 if context.quick else 16]]
+    plan = Plan(prompts, warm, requests, rounds, new_tokens, MINUTES)
+    result = serve(context, env, chosen, model_dtype(), plan)
+    result.notes.append(f"ngram: K={NGRAM_K}, n-grams of 2 to 4; suffix: K={SUFFIX_K}.")
     if left_out:
         result.notes.append(f"Left out: {'; '.join(left_out)}.")
     return result

@@ -13,4 +13,9 @@ def spec_plugins_proposers() -> dict[str, str]:
         "suffix": "spec_plugins.proposers.suffix:SuffixProposer",
         "lookahead": "spec_plugins.proposers.lookahead:LookaheadProposer",
         "combine": "spec_plugins.proposers.combine:CombineProposer",
+        "draft_model": "spec_plugins.proposers.draft_model:DraftModelProposer",
+        "medusa": "spec_plugins.proposers.medusa:MedusaProposer",
+        "eagle": "spec_plugins.proposers.eagle:EagleProposer",
+        "eagle3": "spec_plugins.proposers.eagle:Eagle3Proposer",
+        "calibration": "spec_plugins.proposers.calibration:CalibrationProposer",
     }

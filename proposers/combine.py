@@ -22,9 +22,9 @@ class CombineProposer(Proposer):
 
     ``ordered``: a request that one proposer drafts nothing for goes to the next, which sees the others
     too, with a budget of 0, so that its state stays fresh. ``merged``: the proposers share the budget in
-    their order of preference; on a host without trees this is ``ordered``. Statistics are kept for each
-    proposer. Costs what its parts cost, plus a merge of small trees for each
-    request where drafts are merged.
+    their order of preference, and one whose trees have a size of their own gets no more than that; on a host
+    without trees this is ``ordered``. Statistics are kept for each proposer. Costs what its parts
+    cost, plus a merge of small trees for each request where drafts are merged.
     """
 
     def __init__(
@@ -59,6 +59,14 @@ class CombineProposer(Proposer):
         return all(p.bounded for p in self.parts)
 
     @property
+    def depends_on(self) -> Literal["text", "finished", "steps"]:  # type: ignore[override]
+        return max((p.depends_on for p in self.parts), key=("text", "finished", "steps").index)
+
+    @property
+    def nested(self) -> bool:  # type: ignore[override]
+        return self.mode == "ordered" and self.min_tokens == 1 and all(p.nested for p in self.parts)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         return tuple(source for p in self.parts for source in p.sources)
 
@@ -67,9 +75,8 @@ class CombineProposer(Proposer):
         together = sum if self.mode == "merged" else max
         return together(p.draft_nodes for p in self.parts)
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        wanted = {p.aux_layers for p in self.parts if p.aux_layers}
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
+        wanted = {layers for p in self.parts if (layers := p.aux_layers(num_layers))}
         if len(wanted) > 1:
             raise UnsupportedError(
                 f"combine: {', '.join(p.name for p in self.parts)} want different target layers "
@@ -82,8 +89,10 @@ class CombineProposer(Proposer):
         self._merges = self.mode == "merged" and Need.TREES in target.provides
         first = 0
         self._firsts = []
-        for part in self.parts:
-            part.load(target)
+        self._most = [part.draft_nodes or target.max_draft_nodes for part in self.parts]
+        for part, most in zip(self.parts, self._most, strict=True):
+            own = min(most, target.max_draft_nodes) if self._merges else target.max_draft_nodes
+            part.load(dataclasses.replace(target, max_draft_nodes=own))
             self._firsts.append(first)
             first += len(part.sources)
         if self._merges:  # compiled now, and not in the first step
@@ -92,13 +101,20 @@ class CombineProposer(Proposer):
 
     def propose(self, step: Step) -> Sequence[Draft]:
         if self._merges:
-            return self._merged([part.propose(step) for part in self.parts], step)
+            answers = [
+                part.propose(dataclasses.replace(step, budgets=np.minimum(step.budgets, most)))
+                for part, most in zip(self.parts, self._most, strict=True)
+            ]
+            return self._merged(answers, step)
         chosen: list[Draft] = [Draft(np.empty(0, np.int32))] * len(step)
         budgets = step.budgets.copy()
         for part, first in zip(self.parts, self._firsts, strict=True):
             for i, draft in enumerate(part.propose(dataclasses.replace(step, budgets=budgets.copy()))):
                 if len(draft) >= self.min_tokens or len(draft) > len(chosen[i]):
-                    chosen[i] = dataclasses.replace(draft, sources=_sources(draft, first))
+                    # Were a drawn draft kept for its length, which its own tokens may decide, probabilities
+                    # would no longer be those of what is kept; a draft without any is exact however chosen.
+                    probs = draft.probs if self.min_tokens == 1 else None
+                    chosen[i] = dataclasses.replace(draft, sources=_sources(draft, first), probs=probs)
                     if len(draft) >= self.min_tokens:
                         budgets[i] = 0
         return chosen

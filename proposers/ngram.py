@@ -129,6 +129,8 @@ class NgramProposer(Proposer):
     """
 
     bounded = True
+    depends_on = "text"
+    nested = True
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -70,6 +70,7 @@ class SuffixProposer(Proposer):
 
     uses = frozenset({Need.TREES})
     bounded = True
+    nested = True
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class SuffixProposer(Proposer):
         self._cache_tokens, self._cache_prompts = cache_tokens, cache_prompts
         self._cache_tenants = cache_tenants
         self._vocab_size = self._max_model_len = 2**31
+        self._ingest = INGEST
 
         self._table = np.zeros((0, COLUMNS), np.int64)
         self._buffers: list[IntArray | None] = []
@@ -123,7 +125,12 @@ class SuffixProposer(Proposer):
         self._serial = 0
         self._finished: OrderedDict[tuple[str, str], tuple[int, bytes]] = OrderedDict()
 
+    @property
+    def depends_on(self) -> Literal["text", "finished"]:  # type: ignore[override]
+        return "finished" if self._cache_tokens else "text"
+
     def load(self, target: Target) -> None:
+        self._ingest = 1 << 40 if target.offline else INGEST
         self._tree = self._wants_tree and Need.TREES in target.provides
         self._vocab_size, self._max_model_len = target.vocab_size, target.max_model_len
         suffix_automaton.compile_kernels()
@@ -146,7 +153,7 @@ class SuffixProposer(Proposer):
         def work(slots: Table, fresh: IntArray) -> int:
             return suffix_automaton.propose(
                 self._table, slots, token_ids, rows, lengths, fresh, budgets, depths, self._min_match,
-                self._min_probability, self._length_factor, self._vocab_size, self._tree, INGEST, done,
+                self._min_probability, self._length_factor, self._vocab_size, self._tree, self._ingest, done,
                 tokens, parents, counts,
             )  # fmt: skip
 

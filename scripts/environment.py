@@ -9,7 +9,8 @@ cache keeps that quick. All that is remembered stands in one stamp, written last
 Options mend what an engine's packages declare: ``--without`` removes what they ask for and do not work
 with, ``--alone`` installs one of them without what it asks for, ``--provides`` adds the name of a
 distribution that they look up and do not bring. ``--path`` adds a folder of the checkout, with all that
-stands in for what an engine asks for.
+stands in for what an engine asks for. ``--where-there-are`` names packages that not every platform has: where
+one cannot be had, no environment is made, the reason is told, and that is no failure.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ class SetupError(Exception):
     """A message for the user."""
 
 
+class NothingFoundError(SetupError):
+    """The index has no file of a package for this machine."""
+
+
+class NotHereError(Exception):
+    """An environment of packages that not every machine can have is not made."""
+
+
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Let one process at a time do this. The lock dies with its process."""
@@ -70,8 +79,12 @@ def pip(python: Path, *arguments: str) -> None:
             elif line.startswith("Installing collected packages:"):
                 print(f"  installing {line.count(',') + 1} package(s)", flush=True)
     if process.returncode:
-        print("".join(lines[-40:]), file=sys.stderr)
-        raise SetupError(f"failed, pip's last lines are above: {' '.join(command)}")
+        said = "".join(lines[-40:])
+        print(said, file=sys.stderr)
+        # Where the index does not answer, pip says that there is no such package too, after trying again.
+        nothing = "No matching distribution found" in said and "Retrying (" not in "".join(lines)
+        kind = NothingFoundError if nothing else SetupError
+        raise kind(f"failed, pip's last lines are above: {' '.join(command)}")
 
 
 def create(folder: Path, python: str) -> None:
@@ -158,6 +171,7 @@ def ensure(  # the one function behind every environment of the project
     provides: Sequence[str] = (),
     alone: Sequence[str] = (),
     paths: Sequence[str] = (),
+    where_there_are: Sequence[str] = (),
 ) -> Path:
     """Bring an environment up to date and return its interpreter.
 
@@ -171,7 +185,13 @@ def ensure(  # the one function behind every environment of the project
         provides: names and versions to find in it, with no files behind them (see ``provide``).
         alone: what pip installs without what it asks for.
         paths: folders of the checkout to put on its ``sys.path`` (see ``add_paths``).
+        where_there_are: what pip installs too, and not every platform has.
+
+    Raises:
+        NotHereError: it has not; the environment is left without its stamp.
+        SetupError: it could not be made.
     """
+    requirements = [*requirements, *where_there_are]
     inside = folder / "bin" / "python"
     stamp = folder / ".complete"
     version = version_of(python)
@@ -203,6 +223,11 @@ def ensure(  # the one function behind every environment of the project
         else:
             print(f"updating environment {folder}", flush=True)
         if found.get("packages") != wanted["packages"]:
+            try:
+                if where_there_are:
+                    pip(inside, "install", "--progress-bar", "off", "--no-compile", *where_there_are)
+            except NothingFoundError as error:
+                raise NotHereError(f"{' or '.join(where_there_are)} has no file for this machine") from error
             # What is imported is compiled then; compiling all of torch here takes as long as the rest.
             pip(inside, "install", "--progress-bar", "off", "--no-compile", *requirements, *project)
             if alone:
@@ -269,6 +294,13 @@ def main() -> int:
         metavar="FOLDER,FOLDER",
         help="put these folders of the checkout on sys.path, after what is installed",
     )
+    parser.add_argument(
+        "--where-there-are",
+        type=pinned,
+        default=[],
+        metavar="NAME==VERSION,…",
+        help="install these too; where the index has none for this machine, make no environment and say so",
+    )
     parser.add_argument("requirements", nargs="*", help="what else to install, as pip takes it")
     arguments = parser.parse_intermixed_args()  # plain parse_args takes no list after an option
     folder = arguments.cache.expanduser().resolve() / "venvs" / arguments.name
@@ -284,7 +316,11 @@ def main() -> int:
             arguments.provides,
             arguments.alone,
             arguments.path,
+            arguments.where_there_are,
         )
+    except NotHereError as reason:
+        print(f"environment.py: no environment {arguments.name}: {reason}; pip's words are above", flush=True)
+        return 0
     except SetupError as error:
         print(f"environment.py: {error}", file=sys.stderr)
         return 1

@@ -16,12 +16,21 @@ from typing import Any, Literal, Protocol, cast
 
 from pydantic import BaseModel
 
-from spec_plugins.config import Config, load_config
+from spec_plugins.config import Config, load_config, read_config
 from spec_plugins.errors import UnsupportedError
-from spec_plugins.support import ENGINES, Explanation, explain, find_engine
+from spec_plugins.support import (
+    ENGINES,
+    METHODS,
+    Explanation,
+    explain,
+    find_engine,
+    has_flags,
+    runs_as_plugin,
+)
 
 __all__ = [
-    "EngineFlags", "Flags", "example", "flags_of", "in_config_file", "installed_version", "prepare",
+    "EngineFlags", "Flags", "Route", "example", "flags_of", "in_config_file", "installed_version", "prepare",
+    "resolve",
 ]  # fmt: skip
 
 Route = Literal["plugin", "native"]
@@ -38,6 +47,8 @@ class Flags:
     """What the user should know, one sentence each."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the engine needs beside its flags."""
+    file: str = ""
+    """Text of the file that says the same, for an engine whose own server reads one."""
 
 
 class EngineFlags(Protocol):
@@ -62,20 +73,14 @@ def flags_of(engine: str) -> EngineFlags:
         ConfigError: no such engine.
         UnsupportedError: it has none; names those that have.
     """
-    about = ENGINES[find_engine(engine)]
-    if not _has_flags(about.package):
-        able = ", ".join(key for key, other in ENGINES.items() if _has_flags(other.package))
+    key = find_engine(engine)
+    about = ENGINES[key]
+    if not has_flags(key):
+        able = ", ".join(other for other in ENGINES if has_flags(other))
         raise UnsupportedError(
             f"this version writes no flags for {about.title}, only for: {able or 'no engine'}. {about.hook}"
         )
     return cast(EngineFlags, importlib.import_module(f"spec_plugins.adapters.{about.package}.flags"))
-
-
-def _has_flags(package: str) -> bool:
-    """Without importing the adapter, which may import its engine."""
-    from spec_plugins import adapters
-
-    return any((Path(folder) / package / "flags.py").is_file() for folder in adapters.__path__)
 
 
 def in_config_file(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -120,24 +125,39 @@ def prepare(
         UnsupportedError: it cannot run; says why, and names the nearest thing that works.
     """
     key = find_engine(engine)
+    config = resolve(key, source)
+    return flags_of(key).flags(config, version or installed_version(key))
+
+
+def resolve(engine: str, source: Config | Mapping[str, Any] | str | Path | None) -> Config:
+    """A configuration, checked for an engine, whose route is settled; raises as :func:`prepare`."""
+    key = find_engine(engine)
     adapter = flags_of(key)
-    config = load_config(source, native=adapter.NATIVE)
-    route = _route(key, config, adapter.NATIVE)
-    return adapter.flags(config.model_copy(update={"route": route}), version or installed_version(key))
+    fields = read_config(source, adapter.NATIVE)
+    # The route says whose options are meant, so it is settled before they are checked.
+    if fields.get("route", "auto") == "auto" and fields.get("proposer") in [*ENGINES[key].own_first]:
+        fields["route"] = "native"
+    config = load_config(fields, native=adapter.NATIVE)
+    return config.model_copy(update={"route": _route(key, config, adapter.NATIVE)})
 
 
-def example(found: Explanation) -> Flags | None:
-    """Flags that show how a method is started; ``None`` where it is not started with flags.
+def example(found: Explanation, route: Route | None = None) -> Flags | None:
+    """Flags that show how a method is started, by ``found.route`` or the one that is given; ``None`` where it
+    is not started with flags.
 
     Raises:
         ConfigError: there are none without options, which it names.
         UnsupportedError: the installed version of the engine has no such method.
     """
-    if found.route is None or not _has_flags(ENGINES[found.engine].package):
+    route = route or found.route
+    if route is None or not has_flags(found.engine):
         return None
     adapter = flags_of(found.engine)
-    fields = adapter.EXAMPLES[found.method] if found.route == "native" else {}
-    given = {"proposer": found.method, "route": found.route, **fields}
+    if route == "native":
+        fields = adapter.EXAMPLES[found.method]
+    else:
+        fields = METHODS[found.method].example if found.method in METHODS else {}
+    given = {"proposer": found.method, "route": route, **fields}
     config = load_config(given, native=adapter.NATIVE)
     return adapter.flags(config, installed_version(found.engine))
 
@@ -146,7 +166,7 @@ def _route(engine: str, config: Config, native: Mapping[str, type[BaseModel]]) -
     """The route that a configuration asks for, if it can be had; else the best that can."""
     name, about = config.proposer, ENGINES[engine]
     found = explain(engine, name)
-    reason, runs = found.plugin, found.route == "plugin"
+    reason, runs = found.plugin, runs_as_plugin(engine, name)
     if runs and config.route != "native":
         # Needs may depend on options, which `explain` does not know.
         missing = config.create_proposer().needs - (about.provides or frozenset())

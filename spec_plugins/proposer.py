@@ -23,7 +23,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,7 @@ class Need(enum.Enum):
     HIDDEN_STATES = "hidden_states"
     """:attr:`Step.hidden_states`, of the last layer."""
     AUX_HIDDEN_STATES = "aux_hidden_states"
-    """:attr:`Step.aux_hidden_states`, of the layers in :attr:`Proposer.aux_layers`."""
+    """:attr:`Step.aux_hidden_states`, of the layers that :meth:`Proposer.aux_layers` names."""
     EMBEDDINGS = "embeddings"
     """:attr:`Target.embeddings`."""
     LM_HEAD = "lm_head"
@@ -97,6 +97,8 @@ class Target:
     """Returns the input embedding matrix, ``[vocab_size, hidden_size]``, not a copy."""
     lm_head: Callable[[], torch.Tensor] | None = None
     """Returns the output projection, ``[vocab_size, hidden_size]``, not a copy."""
+    offline: bool = False
+    """No engine waits for drafts: take in all that is new at once, however long that takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,10 @@ class Sampling:
             np.array(top_p, np.float32),
             np.array(min_p, np.float32),
         )
+
+    def __getitem__(self, rows: Sequence[int] | npt.NDArray[np.integer]) -> Sampling:
+        """Those of some requests."""
+        return Sampling(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +270,8 @@ class Step:
     """``[m, hidden_size]`` for request ``i``: the last layer's output at the ``m`` newest positions
     that the target has processed, which end at ``lengths[i] - 2`` (the newest token was not yet fed)."""
     aux_hidden_states: Packed[torch.Tensor] | None = None
-    """``[m, layers * hidden_size]``: the same for the layers of :attr:`Proposer.aux_layers`, side by side."""
+    """``[m, layers * hidden_size]``: the same for the layers that :meth:`Proposer.aux_layers` names, side by
+    side."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -311,6 +318,13 @@ class Proposer(ABC):
     """True promises that :meth:`propose` cannot block, so that it is called on the engine's own
     thread. Otherwise it runs in a thread of its own, which a hang cannot stop the engine from
     leaving behind (some 30 µs a step)."""
+    depends_on: ClassVar[Literal["text", "finished", "steps"]] = "steps"
+    """What a deterministic draft is made from, which says how it can be replayed over recorded text.
+    ``text``: the request's own tokens, and the target's states over them. ``finished``: also the requests
+    that were finished before. ``steps``: also where steps began, and what was verified in them."""
+    nested: ClassVar[bool] = False
+    """True promises that a draft for a smaller budget is the beginning of that for a larger one, for chains
+    at any depth, so that one replay tells of all sizes."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -323,9 +337,11 @@ class Proposer(ABC):
         verifies trees: the default of ``max_draft_nodes``. 0: as many as the longest chain."""
         return 0
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Which layers :attr:`Step.aux_hidden_states` should come from."""
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Which layers of a target with so many :attr:`Step.aux_hidden_states` should come from: 0 is what
+        goes into its first, ``i`` what layer ``i - 1`` puts out. Asked before :meth:`load`, and on every
+        rank, since some engines must know early.
+        """
         return ()
 
     def load(self, target: Target) -> None:  # noqa: B027

@@ -11,9 +11,9 @@ import functools
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -94,6 +94,19 @@ class Registry:
     proposers: dict[str, Registration] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     """Packages and names set aside, one sentence each."""
+    redactors: list[Callable[[str], str]] = field(default_factory=list)
+    """What packages take out of recorded texts with, in the order of their use."""
+
+    @property
+    def redact(self) -> Callable[[str], str]:
+        """All of :attr:`redactors` in turn; ``str``, which changes nothing, where there are none."""
+        if not self.redactors:
+            return str
+
+        def redact(text: str) -> str:
+            return functools.reduce(lambda so_far, redactor: redactor(so_far), self.redactors, text)
+
+        return redact
 
     @classmethod
     def discover(cls) -> Registry:
@@ -117,6 +130,10 @@ class Registry:
                 found.faults.append(f"{plugin_name} failed: {type(error).__name__}: {error}")
         for plugin_name, provider in providers.items():
             found._ask(manager, plugin_name, provider)
+        found.redactors = [
+            cast("Callable[[str], str]", hook.function)
+            for hook in manager.hook.spec_plugins_redact.get_hookimpls()
+        ]
         return found
 
     def _ask(self, manager: pluggy.PluginManager, plugin_name: str, provider: str) -> None:
@@ -127,7 +144,8 @@ class Registry:
             for mapping in answers:
                 for name, path in dict(mapping).items():
                     self.add(Registration(name, path, provider))
-            if not answers:
+            hooks = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
+            if not answers and hooks != {"spec_plugins_redact"}:
                 self.faults.append(
                     f"{plugin_name} names no proposers: it needs a function spec_plugins_proposers, marked "
                     "@spec_plugins.hookimpl, that returns them"

@@ -8,13 +8,34 @@ host feeds the target. A chain is ``parents[i, j] == j - 1``.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numba
 import numpy as np
 import numpy.typing as npt
 
 from spec_plugins.proposer import Draft, Drafts, IntArray
 
-__all__ = ["ancestor_masks", "chain_parents", "merge", "node_depths", "pack", "principal_chains"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "USUAL_NODES",
+    "ancestor_masks",
+    "chain_parents",
+    "merge",
+    "node_depths",
+    "pack",
+    "principal_chains",
+    "sparse_tree",
+    "spread",
+]
+
+
+USUAL_NODES = 24
+"""Draft tokens of a tree, where nothing is said."""
 
 
 def chain_parents(n: int, width: int) -> IntArray:
@@ -88,6 +109,31 @@ def principal_chains(drafts: Drafts) -> Drafts:
     return Drafts(tokens, lengths, None, probs, sources)
 
 
+def spread(drafts: Drafts, rows: Sequence[int], n: int) -> Drafts:
+    """Drafts of some requests as those of all ``n``: ``drafts[j]`` is that of request ``rows[j]``."""
+    if list(rows) == list(range(n)):
+        return drafts
+    at = np.asarray(rows, np.int64)
+
+    def over_all(values: IntArray) -> IntArray:
+        out = np.zeros((n, *values.shape[1:]), np.int32)
+        out[at] = values
+        return out
+
+    probs: list[torch.Tensor | None] | None = None
+    if drafts.probs is not None:
+        probs = [None] * n
+        for row, p in zip(rows, drafts.probs, strict=True):
+            probs[row] = p
+    return Drafts(
+        over_all(drafts.tokens),
+        over_all(drafts.counts),
+        None if drafts.parents is None else over_all(drafts.parents),
+        probs,
+        None if drafts.sources is None else over_all(drafts.sources),
+    )
+
+
 def pack(drafts: list[Draft]) -> Drafts:
     """Pack well-formed drafts; copies each once."""
     n = len(drafts)
@@ -146,3 +192,32 @@ def merge(
                 place[j] = m
                 m += 1
     return out_tokens[:m], out_parents[:m], out_labels[:m]
+
+
+def sparse_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The tree of so many nodes that is accepted furthest, if heads are right independently of each other.
+
+    Args:
+        accuracies: for each head, how often its first, second, … guess is right.
+        nodes: how many; fewer where there are no more.
+
+    Returns:
+        Each node's parent, head and rank of its guess, ``[n]`` int32, most useful first; parents before
+        children, better siblings before worse. O(nodes · log nodes).
+    """
+    parents: list[int] = []
+    heads: list[int] = []
+    ranks: list[int] = []
+    waiting: list[tuple[float, int, int, int]] = [(-accuracies[0][0], -1, 0, 0)] if accuracies else []
+    while waiting and len(parents) < nodes:
+        score, parent, head, rank = heapq.heappop(waiting)
+        node = len(parents)
+        parents.append(parent)
+        heads.append(head)
+        ranks.append(rank)
+        before = score / accuracies[head][rank] if accuracies[head][rank] else 0.0
+        if rank + 1 < len(accuracies[head]):
+            heapq.heappush(waiting, (before * accuracies[head][rank + 1], parent, head, rank + 1))
+        if head + 1 < len(accuracies):
+            heapq.heappush(waiting, (score * accuracies[head + 1][0], node, head + 1, 0))
+    return np.array(parents, np.int32), np.array(heads, np.int32), np.array(ranks, np.int32)

@@ -20,7 +20,7 @@ import torch
 from spec_plugins.proposer import Drafts, IntArray, Sampling
 from spec_plugins.trees import chain_parents, node_depths
 
-__all__ = ["Verdict", "target_probs", "verify", "verify_greedy", "verify_sampled"]
+__all__ = ["Verdict", "draw", "target_probs", "verify", "verify_greedy", "verify_sampled"]
 
 Array = npt.NDArray[Any]
 
@@ -232,13 +232,24 @@ def verify_sampled(
 
 def _sample(weights: torch.Tensor, chance: Array) -> Array:
     """One index a row in proportion to ``weights``, ``[n, vocab]``; ``chance``: ``[n]`` in [0, 1)."""
+    return draw(weights, torch.as_tensor(chance, device=weights.device)).cpu().numpy()
+
+
+def draw(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """One index a row in proportion to ``weights``, never one of weight 0, without waiting for the device.
+
+    Args:
+        weights: ``[n, vocab]``, at least one of a row more than 0.
+        chance: ``[n]`` float64 in [0, 1).
+
+    Returns:
+        ``[n]`` int64. A running sum and a maximum of each row.
+    """
     running = weights.cumsum(-1, dtype=torch.float64)
-    goal = torch.as_tensor(chance, device=weights.device)[:, None] * running[:, -1:]
-    index = torch.searchsorted(running, goal, right=True).clamp_(max=weights.shape[1] - 1)
+    index = torch.searchsorted(running, chance[:, None] * running[:, -1:], right=True)
+    index = index.clamp_(max=weights.shape[1] - 1)
     # Rounding of the goal or of a parallel sum may point just past a weight.
-    if (weights.gather(1, index) <= 0).any():
-        index = torch.where(weights.gather(1, index) > 0, index, weights.argmax(-1, keepdim=True))
-    return index[:, 0].cpu().numpy()
+    return torch.where(weights.gather(1, index) > 0, index, weights.argmax(-1, keepdim=True))[:, 0]
 
 
 def _uniforms(

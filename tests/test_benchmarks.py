@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import server, sglang_acceptance, sglang_server, soak, vllm_serving, vllm_step_cost
 from benchmarks.case import CASES, together
-from benchmarks.server import Answer, Block, Environment, Speculated
+from benchmarks.server import Answer, Block, Environment, Server, Speculated
 from benchmarks.vllm_step_engine import Steps
 from spec_plugins.errors import SpecPluginsError, UnavailableError
 from spec_plugins.evaluation.prompts import agent_replays
@@ -73,7 +73,11 @@ def test_agent_turns_are_given_once_and_conversations_in_turn(tmp_path: Path) ->
 
 def block(seconds: float, tokens: list[int], drafts: int = 0, accepted: int = 0) -> Block:
     return Block(
-        [Answer(tokens, "", seconds)], seconds, Speculated(drafts, 4 * drafts, accepted, len(tokens))
+        [Answer(tokens, "", seconds)],
+        seconds,
+        Speculated(
+            drafts, 4 * drafts, accepted, len(tokens), (drafts, 0.5 * drafts) if drafts else (), 0.1 * drafts
+        ),
     )
 
 
@@ -85,10 +89,30 @@ def test_ratios_are_within_rounds() -> None:
         "ours": [block(0.5, plain, 1, 3), block(1.0, plain, 1, 3), block(2.0, ours, 1, 3)],
     }
     rows = dict(vllm_serving.measured(blocks, {"none": None, "theirs": None, "ours": "theirs"}))
-    assert rows["none"] == ["3.0 (1.5–6.0)", "", "", "", "1.00", ""]
+    assert rows["none"] == ["3.0 (1.5–6.0)", "", "", "", "1.00", "", "", ""]
     same_ratio = "2.00 (2.00–2.00)"
-    assert rows["ours"] == ["6.0 (3.0–12.0)", same_ratio, same_ratio, "4.00", "2.00", "2/3"]
+    assert rows["ours"] == [
+        "6.0 (3.0–12.0)",
+        same_ratio,
+        same_ratio,
+        "4.00",
+        "2.00",
+        "1.00 .50",
+        "8.6%",
+        "2/3",
+    ]
     assert rows["theirs"][3] == "2.50"
+
+
+def test_a_metric_is_read_by_position() -> None:
+    seen = {
+        'a{position="1",x="y"}': 2.0,
+        'a{position="0",x="y"}': 3.0,
+        'a{position="1",x="z"}': 5.0,
+        "b": 1.0,
+    }
+    assert Server.by_position("a", seen) == (3.0, 7.0)
+    assert Server.by_position("c", seen) == ()
 
 
 def test_ratios_are_put_together_evenly() -> None:

@@ -24,7 +24,10 @@ from spec_plugins import launch, support
 from spec_plugins.cli import app, generate, main, output
 from spec_plugins.registry import Registration, registry
 
-COMMANDS = ("list", "explain", "args", "serve", "schema", "generate", "doctor", "demo")
+COMMANDS = (
+    "list", "explain", "args", "serve", "build", "schema", "inspect", "convert", "generate", "train",
+    "evaluate", "calibrate", "replay", "recommend", "baseline", "doctor", "demo",
+)  # fmt: skip
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -184,9 +187,9 @@ def test_registered_proposers_run_in_transformers_by_the_plugin_route() -> None:
     [
         ("vllm", "eagle3", '"method": "eagle3"'),
         ("vllm", "mtp", "for models with such layers"),
-        ("vllm", "medusa", "0.33 removed it"),
         ("sglang", "nextn", "NEXTN"),
         ("SGLang", "STANDALONE", "STANDALONE"),
+        ("sglang", "eagle", "EAGLE"),
         ("trtllm", "medusa", "up to 1.2"),
         ("tensorrt_llm", "eagle-3", "Eagle3DecodingConfig"),
     ],
@@ -195,7 +198,8 @@ def test_engines_own_methods_take_the_native_route(engine: str, method: str, how
     found = explained(engine, method)
     assert found["route"] == "native"
     assert how in found["native"]
-    assert "not in this version" in found["plugin"] or "not possible" in found["plugin"]
+    refused = "not in this version" in found["plugin"] or "not possible" in found["plugin"]
+    assert refused or support.OWN_FIRST_WHY in found["native"]
     assert how in Result("explain", engine, method).words
 
 
@@ -227,9 +231,14 @@ def test_registered_proposers_run_in_sglang_by_the_plugin_route(method: str) -> 
 
 def test_explain_shows_flags_where_the_engine_is_started_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained("transformers", "ngram")["flags"] is None
-    assert explained("tensorrt-llm", "ngram")["flags"] is None
+    assert explained("tensorrt-llm", "ngram")["flags"] == [
+        "--spec",
+        '{"proposer": "ngram", "route": "plugin"}',
+    ]
+    assert "in its compiled engine builder alone" in Result("explain", "tensorrt-llm", "medusa").words
     assert explained("sglang", "eagle3")["flags"][:2] == ["--speculative-algorithm", "EAGLE3"]
     assert json.loads(explained("vllm", "eagle3")["flags"][1])["method"] == "eagle3"
+    monkeypatch.delitem(registry().proposers, "medusa")
     monkeypatch.setattr(launch, "installed_version", lambda engine: "0.33.0")
     assert explained("vllm", "medusa")["flags"] is None
     assert "but vLLM 0.33 has no medusa" in Result("explain", "vllm", "medusa").words
@@ -238,15 +247,48 @@ def test_explain_shows_flags_where_the_engine_is_started_with_some(monkeypatch: 
     assert " but " not in Result("explain", "vllm", "medusa").words
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_medusa_in_vllm_is_the_proposer_and_explain_says_where_vllms_own_was(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(launch, "installed_version", lambda engine: version)
+    found = explained("vllm", "medusa")
+    assert found["route"] == "plugin"
+    assert "proposer 'medusa' of spec-plugins" in found["plugin"]
+    assert '"method": "medusa"' in found["native"]
+    assert "up to 0.32: 0.33 removed it" in found["native"]
+    assert found["native"].endswith("Taken with `route: native`")
+    shown = Result("explain", "vllm", "medusa").words
+    assert "route plugin" in shown
+    assert "Taken with `route: native`" in shown
+    assert explained("sglang", "medusa")["native"] == "none in SGLang"
+    assert "route: native" not in explained("transformers", "ngram")["native"]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+def test_a_name_stands_for_weights_in_the_flags_that_explain_shows(method: str) -> None:
+    weights = support.METHODS[method].example["options"]["model"]
+    taken = [explained(engine, method) for engine in ("vllm", "sglang")]
+    assert all(weights in shlex.join([*e["flags"], *e["environment"].values()]) for e in taken)
+    # Of the plugin route too, whichever is taken.
+    words = Result("explain", "vllm", method).words
+    assert f'"model": "spec_plugins.adapters.vllm.{method}"' in words
+    assert f"""--additional-config '{{"spec_plugins": {{"options": {{"model": "{weights}"}}}}}}'""" in words
+    words = Result("explain", "sglang", method).words
+    assert f"flags --speculative-algorithm SPEC_{method.upper()} --speculative-num-steps" in words
+    assert f"""export SPEC_PLUGINS_CONFIG='{{"options": {{"model": "{weights}"}}}}'""" in words
+
+
 @pytest.mark.parametrize(
     ("engine", "method", "nearest"),
     [
-        ("tensorrt-llm", "suffix", "ngram on tensorrt-llm (native), or suffix on transformers (plugin)"),
-        ("tensorrt-llm", "combine", "ngram on tensorrt-llm (native), or combine on transformers (plugin)"),
         ("sglang", "medusa", "eagle3 on sglang (native), or medusa on vllm (native)"),
     ],
 )
-def test_what_cannot_work_comes_with_the_nearest_that_does(engine: str, method: str, nearest: str) -> None:
+def test_what_cannot_work_comes_with_the_nearest_that_does(
+    engine: str, method: str, nearest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(registry().proposers, "medusa")
     found = explained(engine, method)
     assert found["route"] is None
     assert found["nearest"] == nearest
@@ -255,8 +297,18 @@ def test_what_cannot_work_comes_with_the_nearest_that_does(engine: str, method: 
     assert nearest in shown
 
 
-def test_head_methods_cannot_be_plugins_where_no_hidden_states_are_shown() -> None:
-    assert "needs hidden states" in explained("tensorrt-llm", "medusa")["plugin"]
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+def test_head_methods_cannot_be_plugins_where_no_hidden_states_are_shown(
+    method: str, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not registered:
+        monkeypatch.delitem(registry().proposers, method)
+    found = explained("tensorrt-llm", method)
+    assert found["plugin"].startswith("not possible, since it needs hidden states")
+    assert found["route"] == "native"
+    for other in ("suffix", "draft_model"):
+        assert f"proposer {other!r} of spec-plugins" in explained("tensorrt-llm", other)["plugin"]
 
 
 @pytest.mark.usefixtures("strangers")
@@ -270,11 +322,13 @@ def test_strangers_are_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained("sglang", "states")["takes"] == {
         "trees": True,
         "predictions": False,
-        "probabilities": False,
+        "probabilities": True,
     }
+    # Its class says what it needs, and the table of methods does not have it.
+    assert "needs hidden states" in explained("tensorrt-llm", "states")["plugin"]
     assert (
         explained("tensorrt-llm", "states")["nearest"]
-        == "ngram on tensorrt-llm (native), or states on transformers (plugin)"
+        == "suffix on tensorrt-llm (plugin), or states on transformers (plugin)"
     )
     assert "pip install absent_extra" in explained("transformers", "heavy")["plugin"]
     less = support.replace(support.ENGINES["transformers"], provides=frozenset({spec_plugins.Need.TREES}))
@@ -287,8 +341,8 @@ def test_strangers_are_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["vlm"], "'vlm' is no engine; did you mean 'vllm'? Known: transformers, vllm"),
         (["vlm", "ngram"], "did you mean 'vllm'"),
-        (["vllm", "egle3"], "'egle3' is no method; did you mean 'eagle3'? Known: combine, draft_model"),
-        (["vllm", "zzz"], "'zzz' is no method. Known: combine"),
+        (["vllm", "egle3"], "'egle3' is no method; did you mean 'eagle3'? Known: calibration, combine"),
+        (["vllm", "zzz"], "'zzz' is no method. Known: calibration, combine"),
     ],
 )
 def test_explain_suggests(arguments: list[str], message: str) -> None:
@@ -297,7 +351,8 @@ def test_explain_suggests(arguments: list[str], message: str) -> None:
     assert message in refused.err
 
 
-def test_explain_without_a_method_shows_all_of_them() -> None:
+def test_explain_without_a_method_shows_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry().proposers, "medusa")
     shown = Result("explain", "sglang")
     assert "medusa" in shown.out
     assert "none yet" in shown.out
@@ -559,5 +614,6 @@ def test_demo_runs_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shown = Result("demo", *options, "--json")
     assert json.loads(shown.out) == {"speedup": 2}
     assert "a table" in shown.err
-    assert asked == [(tmp_path, tmp_path, tmp_path, "transformers", 1.5)]
-    assert Result("demo", *options).out == "a table\n"
+    assert asked == [(tmp_path, tmp_path, tmp_path, "transformers", 1.5, ())]
+    assert Result("demo", *options, "--spec", "suffix", "--spec", "ngram").out == "a table\n"
+    assert asked[1][-1] == ["suffix", "ngram"]

@@ -50,8 +50,7 @@ class Asking(Fixed):
     needs = frozenset({Need.HIDDEN_STATES})
     uses = frozenset({Need.TREES})
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         return (self.tokens[0],)
 
 
@@ -110,6 +109,28 @@ def test_merged_into_one_tree() -> None:
     assert draft.tokens.tolist() == [5, 6]
 
 
+class Sized(Fixed):
+    """Has trees of a size of its own, and fills whatever it is given."""
+
+    draft_nodes = 2
+
+    def load(self, target: Target) -> None:
+        self.most = target.max_draft_nodes
+
+
+def test_a_tree_with_a_size_of_its_own_leaves_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry().proposers, "sized", Registration("sized", f"{__name__}:Sized", "tests"))
+    parts = {"name": "sized", "options": {"tokens": list(range(1, 9))}}, fixed(20, 21)
+    proposer = make(*parts, mode="merged")
+    (draft,) = proposer.propose(step(budget=4))
+    assert draft.tokens.tolist() == [1, 2, 20, 21]
+    assert proposer.parts[0].most == 2  # type: ignore[attr-defined]
+    (draft,) = proposer.propose(step(budget=1))
+    assert draft.tokens.tolist() == [1]
+    (draft,) = make(*parts).propose(step(budget=4))
+    assert draft.tokens.tolist() == [1, 2, 3, 4], "alone it has the whole budget"
+
+
 def test_merged_on_a_host_of_chains_is_ordered() -> None:
     (draft,) = make(fixed(5, 6), fixed(8), mode="merged", trees=False).propose(step())
     assert draft.tokens.tolist() == [5, 6]
@@ -126,15 +147,27 @@ def test_finish_reaches_all_parts() -> None:
     assert [part.finished for part in proposer.parts] == [["r0"], ["r0"]]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("min_tokens", [1, 2])
+def test_drawn_drafts_chosen_by_their_length_say_no_probabilities(
+    monkeypatch: pytest.MonkeyPatch, min_tokens: int
+) -> None:
+    """A part may end its draft by what it drew; were such drafts dropped with their probabilities known, what
+    makes them short would be missing from the output."""
+    drawn: Any = "what it was drawn from"
+    monkeypatch.setattr(Fixed, "_draft", lambda self, budget: Draft(np.ones(2, np.int32), probs=drawn))
+    (draft,) = make(fixed(1), fixed(2), min_tokens=min_tokens).propose(step())
+    assert draft.probs == (drawn if min_tokens == 1 else None)
+
+
 def test_needs_are_the_parts() -> None:
     proposer = registry().create("combine", {"proposers": [fixed(1), fixed(2, name="asking")]})
     assert proposer.needs == {Need.HIDDEN_STATES}
     assert proposer.uses == {Need.TREES}
     assert not proposer.bounded
-    assert proposer.aux_layers == (2,)
+    assert proposer.aux_layers(9) == (2,)
     both = registry().create("combine", {"proposers": [fixed(1, name="asking"), fixed(2, name="asking")]})
     with pytest.raises(UnsupportedError, match="different target layers"):
-        _ = both.aux_layers
+        both.aux_layers(9)
 
 
 def test_bad_options() -> None:

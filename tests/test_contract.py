@@ -181,7 +181,7 @@ def test_a_proposer_needs_nothing_else() -> None:
 
     least = Least()
     assert least.sources == ("least",)
-    assert least.aux_layers == ()
+    assert least.aux_layers(9) == ()
     assert least.gauges() == {}
     assert (least.needs, least.uses, least.bounded) == (frozenset(), frozenset(), False)
     host = Host(least)

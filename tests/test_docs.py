@@ -37,6 +37,8 @@ from typer.testing import CliRunner
 
 from spec_plugins import Draft, Need, Step, Target, support
 from spec_plugins.adapters.sglang import flags as sglang_flags
+from spec_plugins.adapters.tensorrt_llm import compiled
+from spec_plugins.adapters.tensorrt_llm import flags as tensorrt_flags
 from spec_plugins.cli import app
 from spec_plugins.config import Config, Containment, options_model
 from spec_plugins.driver import Driver
@@ -288,6 +290,14 @@ def test_options_are_those_of_the_schema(name: str) -> None:
     assert table in sections_of("proposers.md")[name], f"section {name!r} must hold this table:\n\n{table}\n"
 
 
+def test_methods_and_engines_are_those_of_the_table() -> None:
+    cells, engines = support.matrix(), support.ENGINES.values()
+    rows = [f"| method | {' | '.join(e.title for e in engines)} |", "|---" * (1 + len(engines)) + "|"]
+    rows += [f"| `{method}` | {' | '.join(row.values())} |" for method, row in cells.items()]
+    assert_holds("support.md", "\n".join(rows))
+    assert_holds("support.md", "\n".join(f"| {e.title} | {e.seen} |" for e in engines))
+
+
 MEASURE = re.compile(r"[\d.]+(?: to [\d.]+)? (?:µs|ms|bytes)")
 
 
@@ -317,6 +327,22 @@ def test_options_of_sglangs_own_methods_are_those_of_the_schema() -> None:
     told = sections_of("sglang.md")["SGLang's own methods"]
     for method in sglang_flags.NATIVE:
         assert f"| `{method}` | `{support.ENGINES['sglang'].native[method].split()[1]}` |" in told
+
+
+def test_options_of_tensorrt_llms_own_methods_are_those_of_the_schema() -> None:
+    for model in (tensorrt_flags.NgramOptions, tensorrt_flags.EagleOptions):
+        assert_holds("tensorrt_llm.md", table_of(model))
+    built = sections_of("tensorrt_llm.md")["Compiled engines, up to 1.2"]
+    for options in (compiled.EagleOptions, compiled.LookaheadOptions):
+        assert table_of(options) in built
+    assert set(compiled.MedusaOptions.model_fields) == {*compiled.EagleOptions.model_fields} - {
+        "posterior_threshold"
+    }
+    for method, mode in compiled.MODES.items():
+        assert f"| `{method}` | `{mode}` |" in built
+    told = sections_of("tensorrt_llm.md")["TensorRT-LLM's own methods"]
+    for method, types in tensorrt_flags._TYPES.items():
+        assert f"| `{method}` | " + ", from 1.2 ".join(f"`{t}`" for t in dict.fromkeys(types)) in told
 
 
 def test_sampling_parameters_are_those_of_the_schema() -> None:

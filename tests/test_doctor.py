@@ -215,6 +215,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], modules: 
 
 def test_an_engine_without_an_adapter_is_found_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"tensorrt-llm": "1.2.1"}, {"tensorrt_llm"})
+    without = replace(support.ENGINES["tensorrt-llm"], provides=None)
+    monkeypatch.setitem(support.ENGINES, "tensorrt-llm", without)
     found = doctor._engine("tensorrt-llm")
     assert found.state == "no adapter"
     assert found.versions == {"tensorrt-llm": "1.2.1"}

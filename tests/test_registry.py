@@ -15,7 +15,7 @@ from spec_plugins.errors import ConfigError, UnavailableError, UnknownProposerEr
 from spec_plugins.proposer import Proposer
 from spec_plugins.registry import Registration, Registry, registry, suggest
 
-BUILTINS = {"ngram", "suffix", "lookahead", "combine"}
+BUILTINS = {"ngram", "suffix", "lookahead", "combine", "draft_model"}
 ALREADY = set(Registry.discover().proposers)
 """Those, and what else this environment has."""
 PLUGIN = """

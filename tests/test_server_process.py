@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from spec_plugins.errors import SpecPluginsError
+from spec_plugins.evaluation import server_process
 from spec_plugins.evaluation.server_process import ServerProcess
+from spec_plugins.evaluation.server_process import free_port as a_port
 
 SERVER = """
 import http.server, json, os, subprocess, sys
@@ -80,6 +83,30 @@ def test_a_server_that_ends_says_why() -> None:
         server.__enter__()
     assert server.processes() == []
     server.log.unlink()
+
+
+def test_a_server_whose_port_was_taken_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = [taken.getsockname()[1]] * 3
+        monkeypatch.setattr(server_process, "free_port", ports.pop)
+        with pytest.raises(SpecPluginsError, match=r"ended with 1(.|\n)*Address already in use"):
+            (server := toy()).__enter__()
+        assert not ports
+        server.log.unlink()
+        ports = [a_port(), taken.getsockname()[1]]
+        monkeypatch.setattr(server_process, "free_port", ports.pop)
+        with toy() as server:
+            assert server.get("/")[0] == 200
+
+
+def test_ports_are_none_that_the_system_hands_out() -> None:
+    ports = {a_port() for _ in range(8)}
+    assert len(ports) > 1
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        assert max(ports) < other.getsockname()[1]
 
 
 def test_an_error_ends_the_server_and_leaves_its_log() -> None:

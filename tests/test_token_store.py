@@ -95,3 +95,16 @@ def test_an_unknown_request_has_no_tokens_and_no_row() -> None:
         store.tokens("a")
     with pytest.raises(KeyError):
         store.rows(["a"])
+
+
+def test_several_requests_grow_at_once() -> None:
+    store, texts = TokenStore(rows=1, capacity=2), {"a": [1], "b": [2, 3], "c": []}
+    for name, text in texts.items():
+        store.append(name, text)
+    for new in ({"b": [4], "a": [5, 6, 7]}, {"c": []}, {}, {"c": [8] * 9, "a": [], "b": [9, 1]}):
+        store.append_to(new)
+        for name, tokens in new.items():
+            texts[name] += tokens
+        assert {name: store.tokens(name).tolist() for name in texts} == texts
+    with pytest.raises(KeyError):
+        store.append_to({"d": [1]})

@@ -45,6 +45,7 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_whole_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "spec_plugins/py.typed" in names
+    assert "spec_plugins/evaluation/recommendation_page.html.jinja" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     for folder, inside in (
         ("spec_plugins", "spec_plugins"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["BatchState", "Verified"]
+
+MOST_STATES = 65_536
+"""Tokens of prompts whose hidden states are kept until drafting begins; SGLang prefills all that it has room
+for first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,11 @@ class Verified:
     accept_tokens: torch.Tensor | None = None
     """``[n, width]``."""
     accept_index: torch.Tensor | None = None
-    """``[n, width]``: their slots; where hidden states are wanted."""
+    """``[n, width]``: their slots."""
     predictions: torch.Tensor | None = None
     """``[n, width]``; where wanted."""
-    hidden_states: torch.Tensor | None = None
-    """``[n * width, hidden_size]``; where wanted."""
+    states: Mapping[Need, torch.Tensor] = field(default_factory=dict)
+    """Hidden states at all slots, ``[n * width, ...]``; where wanted."""
 
 
 class BatchState:
@@ -64,12 +68,14 @@ class BatchState:
         takes = (driver.proposer.needs | driver.proposer.uses) & target.provides
         self._wants_sampling = Need.SAMPLING in takes
         self.wants_predictions = Need.PREDICTIONS in takes
-        self.wants_states = Need.HIDDEN_STATES in takes
         self.tokens = TokenStore(target.max_num_seqs, min(target.max_model_len, 1024))
         self._switch = RequestSwitch(target.num_speculative_tokens)
         self._requests: dict[str, _Request] = {}
         self._predictions: dict[str, IntArray] = {}
-        self._states: dict[str, list[torch.Tensor]] = {}
+        self._states: dict[Need, dict[str, list[torch.Tensor]]] = {
+            need: {} for need in takes & {Need.HIDDEN_STATES, Need.AUX_HIDDEN_STATES}
+        }
+        """Of each kind that is wanted: what was not yet shown, by request."""
         self._chunked: str | None = None
         """The request whose prompt has parts to come; SGLang has one at a time."""
         self._last_ids: frozenset[str] = frozenset()
@@ -89,7 +95,6 @@ class BatchState:
         limits = [
             min(q.longest - total - 1, q.cap) for q, total in zip(requests, totals.tolist(), strict=True)
         ]
-        states = self._packed_states(ids) if self.wants_states else None
         drafts = self.driver.propose(
             ids,
             self.tokens.token_ids,
@@ -100,8 +105,12 @@ class BatchState:
             tenants=[q.tenant for q in requests],
             sampling=Sampling.of([q.sampling for q in requests]) if self._wants_sampling else None,
             predictions=self._packed_predictions(ids) if self.wants_predictions else None,
-            hidden_states=states,
+            hidden_states=self._packed_states(Need.HIDDEN_STATES, ids),
+            aux_hidden_states=self._packed_states(Need.AUX_HIDDEN_STATES, ids),
         )
+        if drafts.probs is not None:
+            device = self.driver.target.device
+            drafts.probs = [None if q is None else q.to(device) for q in drafts.probs]
         last_tokens = self.tokens.token_ids[rows, lengths - 1]
         for r in batch.reqs:
             if r.finished():  # known by now, yet still in the batch: nobody will say so again
@@ -132,43 +141,52 @@ class BatchState:
         if step.predictions is not None:
             told = step.predictions.cpu().numpy().astype(np.int32, copy=False)
             self._predictions = {r: told[i, : counts[i] + 1] for i, r in enumerate(ids)}
-        if step.hidden_states is not None and step.accept_index is not None:
+        if step.states and step.accept_index is not None:
             slots = step.accept_index.long()
             for i, (r, a) in enumerate(zip(ids, accepted.tolist(), strict=True)):
-                if a < 0:
-                    continue
-                self._states.setdefault(r, []).append(step.hidden_states[slots[i, : a + 1]])
+                for need, states in step.states.items() if a >= 0 else ():
+                    self._states[need].setdefault(r, []).append(states[slots[i, : a + 1]])
         for request, drafted, a, before in zip(
             step.requests, counts, accepted.tolist(), step.outputs, strict=True
         ):
             if a >= 0:
                 _note(request, before, drafted, a)
 
-    def see_prefill(self, batch: Any, hidden_states: torch.Tensor | None) -> None:
+    def see_prefill(self, batch: Any, shown: Mapping[Need, torch.Tensor]) -> None:
         """A prefill was run.
 
         Args:
             batch: the ``ScheduleBatch``.
-            hidden_states: ``[tokens, hidden_size]``, kept for the first drafting after it; where wanted.
+            shown: hidden states of its tokens, ``[tokens, ...]``, kept for the first drafting after it;
+                where wanted.
         """
         for request in batch.reqs:
             if request.rid in self.tokens:  # it was retracted, and may end with this very step
                 self.finish(request.rid)
-        if hidden_states is None:
+        if not shown:
             return
         chunked, before = batch.chunked_req, self._chunked
         self._chunked = None if chunked is None else chunked.rid
         if before is not None and before not in (self._chunked, *(r.rid for r in batch.reqs)):
-            self._states.pop(before, None)  # aborted between two parts, of which there is no word
-        parts = hidden_states.split([int(n) for n in batch.extend_lens])  # type: ignore[no-untyped-call]
-        for request, part in zip(batch.reqs, parts, strict=True):
-            self._states.setdefault(request.rid, []).append(part)
+            self._forget_states(before)  # aborted between two parts, of which there is no word
+        for request in batch.reqs:
+            if (
+                request.rid != before
+            ):  # its first part: what is kept is of a prefill that it was retracted after
+                self._forget_states(request.rid)
+        lengths = [int(n) for n in batch.extend_lens]
+        for need, states in shown.items():
+            parts = states.split(lengths)  # type: ignore[no-untyped-call]
+            for request, part in zip(batch.reqs, parts, strict=True):
+                self._states[need].setdefault(request.rid, []).append(part)
+        self._bound_states()
 
     def finish(self, request_id: str) -> None:
         """A request is over."""
         self.driver.finish([request_id])
-        for kept in (self._requests, self._predictions, self._states):
+        for kept in (self._requests, self._predictions):
             kept.pop(request_id, None)
+        self._forget_states(request_id)
         self.tokens.discard(request_id)
         if not len(self.tokens):  # the next step may be far
             empty = np.empty(0, np.int32)
@@ -224,7 +242,7 @@ class BatchState:
             params.top_p,
             params.min_p,
         )
-        made = _Request(longest, cap, prompt, request.extra_key or "", sampling)
+        made = _Request(longest, cap, prompt, _tenant(request), sampling)
         self._requests[request.rid] = made
         return made
 
@@ -240,10 +258,24 @@ class BatchState:
         kept = [self._predictions.get(r, none) for r in ids]
         return Packed(np.concatenate(kept), _offsets([len(k) for k in kept]))
 
-    def _packed_states(self, ids: Sequence[str]) -> Packed[torch.Tensor] | None:
+    def _forget_states(self, request_id: str) -> None:
+        for kept in self._states.values():
+            kept.pop(request_id, None)
+
+    def _bound_states(self) -> None:
+        """Drop what waits longest; a request's later states follow as if a cache had had the earlier ones."""
+        for kept in self._states.values():
+            total = sum(len(part) for parts in kept.values() for part in parts)
+            for rid in list(kept):
+                if total <= MOST_STATES:
+                    break
+                total -= sum(len(part) for part in kept.pop(rid))
+
+    def _packed_states(self, need: Need, ids: Sequence[str]) -> Packed[torch.Tensor] | None:
         import torch
 
-        kept = [self._states.pop(r, []) for r in ids]
+        states = self._states.get(need, {})
+        kept = [states.pop(r, []) for r in ids]
         every = [part for parts in kept for part in parts]
         if not every:
             return None
@@ -252,6 +284,13 @@ class BatchState:
 
 def _offsets(lengths: Sequence[int]) -> IntArray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _tenant(request: Any) -> str:
+    """Whose request it is: between two of these SGLang's radix cache shares nothing either. In 0.5.23 the
+    salt is beside the extra key, which has the LoRA adapter at its end."""
+    names = (request.extra_key, getattr(request, "cache_salt", None))
+    return repr(names) if any(names) else ""
 
 
 def _changes_as_it_goes(request: Any) -> bool:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from spec_plugins.hooks import Hook
 
-__all__ = ["EAGLE_SAMPLE", "FINISH", "HOOKS", "INTERNAL_STATE", "META_INFO", "REQUIRED", "ROW_WIDTH"]
+__all__ = [
+    "EAGLE_SAMPLE",
+    "FILTER",
+    "FINISH",
+    "HOOKS",
+    "INTERNAL_STATE",
+    "LAST_STATES",
+    "LAYERS",
+    "META_INFO",
+    "REQUIRED",
+    "ROW_WIDTH",
+]
 
 _SEEN = "0.5.23"
 _SPECULATIVE = "sglang.srt.speculative"
@@ -42,6 +53,25 @@ ROW_WIDTH = Hook(
     (),
     _SEEN,
     "sizes a request's row of KV slots; made wide enough for what is reserved near the context's end",
+)
+
+LAYERS = Hook(
+    "sglang.srt.models.llama:LlamaForCausalLM.set_eagle3_layers_to_capture",
+    ("layer_ids",),
+    _SEEN,
+    "keeps the hidden states of chosen layers; models that have it all take the same",
+)
+LAST_STATES = Hook(
+    "sglang.srt.layers.logits_processor:LogitsProcessor._get_last_hidden_states_to_store",
+    ("hidden_states", "aux_hidden_states", "logits_metadata"),
+    _SEEN,
+    "keeps those of the last layer beside them, where it is told to",
+)
+FILTER = Hook(
+    "sglang.srt.layers.sampler:Sampler._sample_from_probs",
+    ("probs", "sampling_info", "positions", "simple_sampling_case"),
+    _SEEN,
+    "tells what top-k, top-p and min-p leave, for verifying with draft probabilities",
 )
 
 REQUIRED = (
@@ -111,4 +141,4 @@ REQUIRED = (
 )
 """Without these no algorithm is registered."""
 
-HOOKS = (*REQUIRED, FINISH, META_INFO, INTERNAL_STATE)
+HOOKS = (*REQUIRED, FINISH, META_INFO, INTERNAL_STATE, LAYERS, LAST_STATES, FILTER)

@@ -11,7 +11,13 @@ __all__ = ["describe"]
 
 
 def describe(
-    model_runner: Any, config: Config, proposer: Proposer, *, max_num_seqs: int, trees: bool, alone: bool
+    model_runner: Any,
+    config: Config,
+    proposer: Proposer,
+    *,
+    max_num_seqs: int,
+    provides: frozenset[Need],
+    alone: bool,
 ) -> Target:
     """
     Args:
@@ -19,14 +25,14 @@ def describe(
         config: the project's.
         proposer: what will draft.
         max_num_seqs: the most requests in one batch.
-        trees: whether drafts may branch.
+        provides: what is given whatever the model: trees, hidden states, verification with probabilities.
         alone: whether this rank holds all of the model's weights.
     """
     about, model = model_runner.model_config, model_runner.model
     vocab_size = int(about.vocab_size)
-    provides = {Need.SAMPLING, Need.PREDICTIONS, Need.HIDDEN_STATES} | ({Need.TREES} if trees else set())
     embeddings = _matrix(getattr(getattr(model, "model", None), "embed_tokens", None), vocab_size, alone)
     lm_head = _matrix(getattr(model, "lm_head", None), vocab_size, alone)
+    provides |= {Need.SAMPLING, Need.PREDICTIONS}
     provides |= {Need.EMBEDDINGS} if embeddings is not None else set()
     provides |= {Need.LM_HEAD} if lm_head is not None else set()
     eos = about.hf_eos_token_id
@@ -34,7 +40,7 @@ def describe(
         vocab_size=vocab_size,
         max_model_len=int(about.context_len),
         max_num_seqs=max_num_seqs,
-        provides=frozenset(provides),
+        provides=provides,
         num_speculative_tokens=config.num_speculative_tokens,
         max_draft_nodes=config.draft_nodes(proposer),
         model=about.model_path,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -18,14 +17,23 @@ from spec_plugins.adapters.sglang.batch_state import BatchState, Verified
 from spec_plugins.adapters.sglang.draft_tree import Mask, Tokens, verify_arrays
 from spec_plugins.adapters.sglang.engine_faults import mend
 from spec_plugins.adapters.sglang.hooks import EAGLE_SAMPLE
+from spec_plugins.adapters.sglang.layer_states import LayerStates
 from spec_plugins.adapters.sglang.server_figures import ServerFigures
 from spec_plugins.adapters.sglang.settings import configuration
 from spec_plugins.adapters.sglang.target_model import describe
-from spec_plugins.adapters.sglang.target_verify import exact_sample, sampled_wrongly
+from spec_plugins.adapters.sglang.target_verify import (
+    exact_sample,
+    sampled_wrongly,
+    takes_probabilities,
+    weighs,
+)
 from spec_plugins.driver import Driver
 from spec_plugins.errors import UnsupportedError
 from spec_plugins.hooks import wrap
-from spec_plugins.proposer import Drafts
+from spec_plugins.proposer import Drafts, Need
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["SpecWorker"]
 
@@ -61,6 +69,7 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         self.widest = int(get_spec().speculative_num_draft_tokens)
         self.driver: Driver | None = None
         self.state: BatchState | None = None
+        self.layer_states: LayerStates | None = None
         self._figures: ServerFigures | None = None
         self._buffers: dict[int, dict[str, Any]] = {}
         self._drafted: tuple[Tokens, Mask]
@@ -75,20 +84,26 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         self._buffers[self.draft_token_num] = self._width_buffers()
         parallel = get_parallel()
         self._group = parallel.tp_group
+        self.layer_states = LayerStates(self.model_runner, self.proposer)
+        self._target_worker = self.layer_states.kept_by(self._target_worker)
         if self._group.world_size > 1 and self._group.rank_in_group:
             return
+        alone = self._group.world_size == 1
+        provides = self.layer_states.provides
+        if (get_spec().speculative_eagle_topk or 1) > 1:
+            provides |= {Need.TREES}
+        if alone and Need.PROBABILITIES in self.proposer.needs | self.proposer.uses and weighs():
+            provides |= {Need.PROBABILITIES}
         target = describe(
             self.model_runner,
             self.config,
             self.proposer,
             max_num_seqs=self.max_batch_size,
-            trees=(get_spec().speculative_eagle_topk or 1) > 1,
-            alone=self._group.world_size == 1,
+            provides=provides,
+            alone=alone,
         )
         self.driver = Driver(self.proposer, target, self.config)
         self.state = BatchState(self.driver)
-        if self.state.wants_states:
-            self._target_worker = _ShowsHiddenStates(self._target_worker)
         self._figures = ServerFigures(self.driver)
         logger.info(
             "proposer %r drafts up to %d tokens, %d positions deep",
@@ -108,8 +123,7 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         if decodes:
             self._hand_back(result)
         elif self.state is not None and batch.forward_mode.is_extend():
-            shown = result.logits_output.hidden_states if self.state.wants_states else None
-            self._contained(self.state.see_prefill, batch, shown)
+            self._contained(self.state.see_prefill, batch, self._shown(result))
         return result
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
@@ -185,12 +199,16 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         step = self._step
         if step is not None:
             step.accept_lens, step.accept_tokens = result.accept_lens, tokens
-            if self.state is not None and self.state.wants_states:
-                step.hidden_states = result.logits_output.hidden_states
+            step.states = self._shown(result)
             if not self.enable_overlap:
                 self._settle()
         if self._figures is not None:
             self._figures.refresh()
+
+    def _shown(self, result: Any) -> Mapping[Need, torch.Tensor]:
+        """Hidden states of a forward pass, where any are wanted."""
+        assert self.layer_states is not None
+        return self._contained(self.layer_states.of, result.logits_output) or {}
 
     def _settle(self) -> None:
         """Report the step before, if that was not done."""
@@ -215,11 +233,17 @@ class SpecWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         if step is not None and state is not None and state.wants_predictions:
             best = logits_output.next_token_logits.argmax(-1)
             step.predictions = best.reshape(len(batch.reqs), -1)
-        if sampled_wrongly(batch.sampling_info, str(self.device)):
-            found = exact_sample(self.model_runner.sampler, verify_input, batch, logits_output, grammar_mask)
+        drawn = (
+            step.drafts
+            if step is not None and takes_probabilities(batch.sampling_info, step.drafts)
+            else None
+        )
+        if drawn is not None or sampled_wrongly(batch.sampling_info, str(self.device)):
+            sampler = self.model_runner.sampler
+            found = exact_sample(sampler, verify_input, batch, logits_output, grammar_mask, drawn)
         else:
             found = original()
-        if step is not None and state is not None and state.wants_states:
+        if step is not None:
             step.accept_index = found[2]
         return found
 
@@ -284,21 +308,6 @@ def _no_corpus() -> Iterator[None]:
         yield
     finally:
         ngram_worker.NgramCorpus = kept
-
-
-class _ShowsHiddenStates:
-    """A target worker whose forward passes keep the hidden states of the last layer."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._worker.forward_batch_generation(
-            batch, *args, **{**kwargs, "capture_hidden_mode": CaptureHiddenMode.FULL}
-        )
 
 
 def _verify(original: Callable[..., Any]) -> Callable[..., Any]:

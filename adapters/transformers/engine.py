@@ -81,6 +81,7 @@ class Engine:
         self._states: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._predictions: dict[str, IntArray] = {}
         self._wanted: frozenset[Need] = frozenset()
+        self._aux_layers: tuple[int, ...] = ()
         if spec is not None or proposer is not None:
             self._start_driver(load_config(spec), proposer)
         self._ids = itertools.count()
@@ -100,6 +101,8 @@ class Engine:
             max_draft_nodes=config.draft_nodes(proposer),
         )
         self.driver = Driver(proposer, target, config)
+        if Need.AUX_HIDDEN_STATES in self._wanted:
+            self._aux_layers = proposer.aux_layers(self.target.config.num_hidden_layers)
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -309,7 +312,7 @@ class Engine:
         """Keep the hidden states of committed tokens for the proposer's next step."""
         assert self.driver is not None
         states = output.hidden_states
-        layers = self.driver.proposer.aux_layers
+        layers = self._aux_layers
         self._states[request_id] = (
             states[-1][row, slots],
             torch.cat([states[layer][row, slots] for layer in layers], -1) if layers else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spec_plugins.adapters.transformers.kv_cache import RowCache
-from spec_plugins.errors import ConfigError, UnsupportedError
+from spec_plugins.errors import ConfigError
 from spec_plugins.proposer import Drafts, Target
+from spec_plugins.row_model import RowModel
 from spec_plugins.trees import ancestor_masks, node_depths
 from spec_plugins.verification import Verdict
 
@@ -22,7 +21,7 @@ __all__ = ["TargetModel", "load_model"]
 Lengths = npt.NDArray[np.int64]
 
 
-class TargetModel:
+class TargetModel(RowModel):
     """A causal language model with a cache in which every request owns a row."""
 
     def __init__(self, model: Any, tokenizer: Any, rows: int) -> None:
@@ -30,24 +29,10 @@ class TargetModel:
         Raises:
             UnsupportedError: drafts cannot be verified with this model, with the reason.
         """
-        self.model = model
-        self.config = model.config.get_text_config()
-        _check_model(model, self.config)
-        self.max_model_len = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        super().__init__(model, rows, "the embedded engine")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.cache = RowCache(self.config.num_hidden_layers, rows)
         self.gives_hidden_states = False
         """Whether outputs hold the hidden states of all layers."""
-        # transformers 5.24 calls it so; the old name goes with 5.40.
-        self._cache_keyword = (
-            "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        return self.model.device  # type: ignore[no-any-return]
 
     def describe(self, **host: Any) -> Target:
         """What a proposer is told of this model; ``host`` are the fields that are the engine's to say."""
@@ -69,7 +54,8 @@ class TargetModel:
         """Run a prompt and fill a row with it; logits of its last token only, ``[1, 1, vocab]``."""
         self.cache.prefill(row, len(prompt))
         ids = torch.tensor([prompt], device=self.device)
-        return self._forward(ids, torch.arange(len(prompt), device=self.device)[None], None, logits_to_keep=1)
+        positions = torch.arange(len(prompt), device=self.device)[None]
+        return self.forward(ids, positions, None, last_only=True, hidden_states=self.gives_hidden_states)
 
     def verify(self, last_tokens: Sequence[int], lengths: Lengths, drafts: Drafts) -> Any:
         """One forward pass over the last committed token and every draft token of each request.
@@ -98,10 +84,11 @@ class TargetModel:
             for i, tree in enumerate(ancestor_masks(parents, drafts.counts)):
                 mask[i, :, lengths[i] : lengths[i] + width + 1] = tree
         self.cache.decode(self._tensor(lengths[:, None] + slot), extent)
-        return self._forward(
+        return self.forward(
             self._tensor(ids),
             self._tensor(lengths[:, None] + depths),
-            self._mask(self._tensor(mask)[:, None]),
+            self._tensor(mask),
+            hidden_states=self.gives_hidden_states,
         )
 
     def keep(self, lengths: Lengths, drafts: Drafts, verdict: Verdict) -> None:
@@ -117,25 +104,6 @@ class TargetModel:
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.as_tensor(array, device=self.device)
-
-    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        if self.config._attn_implementation == "sdpa":
-            return visible
-        least = torch.finfo(self.model.dtype).min
-        return torch.zeros_like(visible, dtype=self.model.dtype).masked_fill_(~visible, least)
-
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> Any:
-        return self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            output_hidden_states=self.gives_hidden_states,
-            **{self._cache_keyword: self.cache},
-            **kwargs,
-        )
 
 
 def load_model(
@@ -153,32 +121,6 @@ def load_model(
         return loaded, tokenizer or AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: {str(model)!r} cannot be loaded: {error}") from error
-
-
-def _check_model(model: Any, config: Any) -> None:
-    kind = type(model).__name__
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedError(
-            f"{kind} takes no position_ids, so tokens of a tree cannot be placed; the embedded engine needs "
-            "a decoder that does, as most with rotary or learned positions do"
-        )
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise UnsupportedError(
-            f"{kind} runs {config._attn_implementation!r} attention, which takes no tree mask; load it with "
-            "attn_implementation='sdpa'"
-        )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    layers = set(
-        getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    )
-    if layers != {"full_attention"}:
-        raise UnsupportedError(
-            f"{kind} has layers of {', '.join(sorted(layers - {'full_attention'}))}; the embedded engine "
-            "takes full attention only, since it cannot take rejected tokens back from other caches. Serve "
-            "it with vLLM or SGLang instead"
-        )
-    if config.is_encoder_decoder:
-        raise UnsupportedError(f"{kind} is an encoder-decoder; only decoders are supported")
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

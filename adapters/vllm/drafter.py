@@ -131,7 +131,9 @@ class Drafter:
             return ()
         takes = self.driver.proposer.needs | self.driver.proposer.uses
         wanted = takes & self.driver.target.provides
-        return self.driver.proposer.aux_layers if Need.AUX_HIDDEN_STATES in wanted else ()
+        if Need.AUX_HIDDEN_STATES not in wanted:
+            return ()
+        return self.driver.proposer.aux_layers(self.driver.target.num_layers or 0)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The engine's requests changed; called before each forward pass, and when the last is over."""

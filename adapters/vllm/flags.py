@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from spec_plugins.config import Config, check_native
 from spec_plugins.errors import ConfigError, UnsupportedError
 from spec_plugins.launch import Flags, in_config_file
-from spec_plugins.support import METHODS
+from spec_plugins.support import METHODS, runs_as_plugin
 
 __all__ = ["EXAMPLES", "NATIVE", "command", "flags"]
 
@@ -146,11 +146,8 @@ NATIVE: Mapping[str, type[_Options]] = {
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "ngram": {"num_speculative_tokens": 5},
     "suffix": {"num_speculative_tokens": 8},
-    "draft_model": {"num_speculative_tokens": 4, "options": {"model": "DRAFT"}},
-    "eagle": {"num_speculative_tokens": 3, "options": {"model": "HEAD"}},
-    "eagle3": {"num_speculative_tokens": 3, "options": {"model": "HEAD"}},
     "mtp": {"num_speculative_tokens": 1},
-    "medusa": {"num_speculative_tokens": 3, "options": {"model": "HEADS"}},
+    **{method: METHODS[method].example for method in ("draft_model", "eagle", "eagle3", "medusa")},
 }
 _NOTES = {
     "ngram": "Of several places, vLLM's own ngram takes the earliest; the proposer ngram takes the newest.",
@@ -199,10 +196,14 @@ def _native(config: Config, release: tuple[int, int], notes: list[str]) -> Flags
     method = config.proposer
     removed = _REMOVED.get(method)
     if removed and release >= removed:
-        nearest = next(m for m in METHODS[method].nearest if m in NATIVE and m not in _REMOVED)
+        if runs_as_plugin("vllm", method):
+            nearest = f"{method} on vllm (plugin)"
+        else:
+            other = next(m for m in METHODS[method].nearest if m in NATIVE and m not in _REMOVED)
+            nearest = f"{other} on vllm (native)"
         raise UnsupportedError(
-            f"vLLM {_text(release)} has no {method}: {_text(removed)} removed it. Nearest: {nearest} on vllm "
-            f"(native), or {method} in vLLM {removed[0]}.{removed[1] - 1}"
+            f"vLLM {_text(release)} has no {method} of its own: {_text(removed)} removed it. Nearest: "
+            f"{nearest}, or {method} in vLLM {removed[0]}.{removed[1] - 1}"
         )
     options = check_native(method, config.options, NATIVE[method])
     speculative = {

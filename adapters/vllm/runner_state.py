@@ -30,6 +30,8 @@ class _Request:
     """The most draft tokens that it wants."""
     prompt: int
     sampling: tuple[float, int, float, float]
+    grammar: bool
+    """Whether vLLM cuts its drafts where a grammar forbids a token."""
 
 
 class RunnerState:
@@ -112,6 +114,8 @@ class RunnerState:
             aux_hidden_states=aux,
         )
         if found.probs is not None:
+            # Where a draft is cut must not depend on what was drawn there; as a certain one it is exact.
+            found.probs = [None if q.grammar else p for q, p in zip(requests, found.probs, strict=True)]
             _hand_over_probabilities(runner, ids, found, driver.target.vocab_size)
         return found
 
@@ -160,13 +164,14 @@ class RunnerState:
         state = runner.requests[request_id]
         params, prompt = state.sampling_params, int(state.num_prompt_tokens)
         longest, cap = int(runner.max_model_len), self.driver.target.num_speculative_tokens
-        sampling = (0.0, 0, 1.0, 0.0)
+        sampling, grammar = (0.0, 0, 1.0, 0.0), False
         if params is not None:
+            grammar = getattr(params, "structured_outputs", None) is not None
             if params.max_tokens is not None:
                 longest = min(longest, prompt + int(params.max_tokens))
             cap = self._switch.wanted(params.extra_args)
             sampling = (params.temperature, max(0, params.top_k), params.top_p, params.min_p)
-        self._requests[request_id] = found = _Request(longest, cap, prompt, sampling)
+        self._requests[request_id] = found = _Request(longest, cap, prompt, sampling, grammar)
         return found
 
     def _states(

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from plugged_in import plug_in
+from tiny_heads import begun_head
 from tiny_model import save_tiny_model
+from trained_drafts import HEADS
 
 ENGINES = ("transformers", "vllm", "sglang")
 HERE = Path(__file__).parent
@@ -42,6 +44,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded
     folder = tmp_path_factory.mktemp("every_engine")
     model = save_tiny_model(folder / "model")
     kept: dict[str, Recorded] = {}
+    for method in ("medusa", "eagle", "eagle3"):
+        begun_head(folder / "heads" / method, method, model)
+    (folder / "heads" / "draft").symlink_to(model)
     (folder / "installed").mkdir()
     plug_in(folder / "installed", HERE / "recording.py")
 
@@ -56,7 +61,10 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded
             done = subprocess.run(
                 [python, HERE / "answering.py", engine, model], input=json.dumps(BATCHES), text=True,
                 capture_output=True, timeout=900, check=False, cwd=folder,
-                env={**os.environ, recording.LOG: str(log), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ, recording.LOG: str(log), HEADS: str(folder / "heads"),
+                    "OMP_NUM_THREADS": "1",
+                },
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-4000:]
             lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]

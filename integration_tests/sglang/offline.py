@@ -13,6 +13,8 @@ from engine_settings import ENGINE, report_failed_process
 
 __all__ = ["MakeEngine", "engine"]
 
+_alive: list[str] = []
+
 MakeEngine = Callable[..., AbstractContextManager[Any]]
 
 
@@ -26,6 +28,11 @@ def engine(model: Path | str, /, **settings: Any) -> Iterator[Any]:
         "model_path": str(model), "log_level": "warning", "custom_sigquit_handler": report_failed_process,
         **ENGINE, **settings,
     }  # fmt: skip
+    if _alive:
+        raise RuntimeError(
+            f"SGLang is alive, with {_alive[0]}, and would lose its processes at this one's end"
+        )
+    _alive.append(str(settings))
     engine = None
     try:
         engine = sglang.Engine(**chosen)
@@ -37,6 +44,7 @@ def engine(model: Path | str, /, **settings: Any) -> Iterator[Any]:
             from sglang.srt.utils import kill_process_tree
 
             kill_process_tree(os.getpid(), include_parent=False, wait_timeout=60)
+        _alive.clear()
         # With messages left to processes that are gone, the collection of a context would wait for ever.
         for context in [found for found in gc.get_objects() if isinstance(found, zmq.Context)]:
             context.destroy(linger=0)

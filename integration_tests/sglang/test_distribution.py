@@ -1,4 +1,5 @@
-"""Sampling from drafts gives the target's own distribution; SGLang's own verification on a CPU does not."""
+"""Sampling from drafts gives the target's own distribution, with draft probabilities and without; SGLang's
+own verification on a CPU does not."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 import toys
 from engine_settings import ON_CPU
 from speculating import configured, figures_of
+from trained_drafts import HEADS, METHODS, save_heads
 
 pytestmark = pytest.mark.slow
 PROMPT = [5, 9, 14, 9, 14]
@@ -27,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def logits(tiny_model: Path) -> Any:
-    """Hugging Face's, ``after(heads)``: ``[heads, vocab]`` after the prompt and each of the heads."""
+    """Hugging Face's, ``[heads, vocab]``: after the prompt, with each token after it, and with each pair."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -39,7 +41,9 @@ def logits(tiny_model: Path) -> Any:
             return model(torch.cat([prompt, heads], 1)).logits[:, -1].double().numpy()
 
     every = torch.arange(VOCAB)
-    return after(torch.empty(1, 0, dtype=torch.long)), after(every[:, None])
+    pairs = torch.cartesian_prod(every, every).split(2048)
+    third = np.concatenate([after(part) for part in pairs])
+    return after(torch.empty(1, 0, dtype=torch.long)), after(every[:, None]), third
 
 
 def filtered(logits: Any, top_p: float = 1.0, top_k: int = VOCAB, min_p: float = 0.0) -> Any:
@@ -71,30 +75,35 @@ def surprise(tokens: Any, probabilities: Any) -> float:
 
 
 def sampled(engine: Any, **settings: Any) -> Any:
-    """``[requests, 3]`` tokens after the prompt."""
+    """``[requests, 3]`` tokens after the prompt, by drafts without probabilities."""
     params = {"temperature": TEMPERATURE, "max_new_tokens": 4, "ignore_eos": True, **settings}
     answers = engine.generate(input_ids=[PROMPT] * REQUESTS, sampling_params=params)
     return np.array([a["output_ids"][:3] for a in answers])
 
 
 @pytest.fixture(scope="module")
-def likely(logits: Any) -> Any:
-    """Drafts of which some are accepted: two tokens and another, as a tree."""
-    first, second = logits
+def likely(logits: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Drafts of which some are accepted: two tokens and another, as a tree; with a salt, drawn ones."""
+    first, second, _ = logits
     probabilities = filtered(first)[0]
     after = probabilities @ filtered(second)
     order = np.argsort(-after)
     tokens = [int(order[0]), int(order[0]), int(order[1])]
-    os.environ[toys.LIKELY] = json.dumps(tokens)
-    fields = {"proposer": "toy-likely", "num_speculative_tokens": 2, "max_draft_nodes": 3}
+    file = tmp_path_factory.mktemp("after") / "after.npy"
+    np.save(file, filtered(second).astype(np.float32))
+    heads = save_heads(tmp_path_factory.mktemp("heads"), tiny_model)
+    set_here = {toys.LIKELY: json.dumps(tokens), toys.AFTER: str(file), HEADS: str(heads)}
+    os.environ |= set_here
+    fields = {"proposer": "toy-drawn", "num_speculative_tokens": 2, "max_draft_nodes": 3}
     with configured(fields) as algorithm:
         yield algorithm
-    del os.environ[toys.LIKELY]
+    for name in set_here:
+        del os.environ[name]
 
 
 def surprises(tokens: Any, logits: Any, settings: dict[str, Any]) -> dict[str, float]:
     """Of the first token, and of the first two together."""
-    first, second = (filtered(each, **settings) for each in logits)
+    first, second = (filtered(each, **settings) for each in logits[:2])
     both = first[0][:, None] * second
     return {
         "first": surprise(tokens[:, 0], first[0]),
@@ -103,8 +112,44 @@ def surprises(tokens: Any, logits: Any, settings: dict[str, Any]) -> dict[str, f
     }
 
 
+def surprises_of_drawn(tokens: Any, logits: Any, settings: dict[str, Any]) -> dict[str, float]:
+    """Of each token by itself; there are fewer requests, and so none of pairs."""
+    first, second = (filtered(each, **settings) for each in logits[:2])
+    both = first[0][:, None] * second
+    found = {"first": surprise(tokens[:, 0], first[0]), "second": surprise(tokens[:, 1], both.sum(0))}
+    if not settings:
+        found["third"] = surprise(tokens[:, 2], both.reshape(-1) @ filtered(logits[2]))
+    return found
+
+
+DRAWN: list[tuple[str, dict[str, Any]]] = [
+    ("same", {}), ("chain", {}), ("tree", {}), ("liar", {}), ("", {}),
+    ("chain", {"top_p": 0.8}), ("tree", {"top_k": 12}), ("chain", {"min_p": 0.1}),
+    *((method, {}) for method in METHODS), ("chain", {"top_k": 1}),
+]  # fmt: skip
+"""Ways to draw, and settings; the last is greedy."""
+
+
+def drawn(engine: Any, requests: int) -> tuple[list[Any], list[float]]:
+    """All of :data:`DRAWN` in the same batches: for each ``[requests, 3]`` tokens after the prompt, and how
+    many draft tokens of a request were accepted."""
+    each = DRAWN * requests
+    answers = engine.generate(
+        input_ids=[PROMPT] * len(each),
+        sampling_params=[
+            {"temperature": TEMPERATURE, "max_new_tokens": 4, "ignore_eos": True, **settings}
+            for _, settings in each
+        ],
+        cache_salt=[way for way, _ in each],
+    )
+    tokens = np.array([a["output_ids"][:3] for a in answers]).reshape(requests, len(DRAWN), 3)
+    accepted = [a["meta_info"]["spec_num_correct_drafts"] for a in answers]
+    return list(tokens.swapaxes(0, 1)), np.array(accepted).reshape(requests, len(DRAWN)).mean(0).tolist()
+
+
 def test_the_distribution_is_the_targets(make_engine: Any, likely: str, logits: Any) -> None:
-    """With every setting, and greedy requests beside them; trees are drafted in every step."""
+    """With every setting, and greedy requests beside them; trees are drafted in every step. Then with draft
+    probabilities, true ones and, as the control, false ones."""
     with make_engine(
         speculative_algorithm=likely, max_running_requests=200, max_total_tokens=16000
     ) as engine:
@@ -113,10 +158,27 @@ def test_the_distribution_is_the_targets(make_engine: Any, likely: str, logits: 
             input_ids=[PROMPT], sampling_params={"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
         )
         figures = figures_of(engine)
-    assert figures["faults"] == {}
+        tokens, accepted = drawn(engine, REQUESTS // 4)
+        faults = figures_of(engine)["faults"]
+    assert faults == {}
     assert figures["accepted_tokens"] > 0.01 * REQUESTS * len(SETTINGS)
     assert max(max(each.values()) for each in found.values()) < 4, found
     assert greedy["output_ids"][0] == int(logits[0][0].argmax())
+
+    same, chain, tree, _, certain, *_ = accepted
+    assert min(accepted[-5:-1]) > 0.02, dict(zip(METHODS, accepted[-5:-1], strict=True))
+    assert same > 0.999, "all that was drawn from the target's own distribution"
+    assert chain > 4 * certain
+    assert tree > chain
+    for (way, settings), outcome in zip(DRAWN[:-1], tokens, strict=False):
+        by_token = surprises_of_drawn(outcome, logits, settings)
+        if way != "liar":
+            assert max(by_token.values()) < 4, (way, settings, by_token)
+        else:
+            assert by_token["first"] < 4
+            assert by_token["second"] > 8, by_token
+            assert by_token["third"] > 8, by_token
+    assert {tuple(t) for t in tokens[-1].tolist()} == {tuple(greedy["output_ids"][:3])}
 
 
 @pytest.mark.skipif(not ON_CPU, reason="needs a CPU, where SGLang commits the argmax")

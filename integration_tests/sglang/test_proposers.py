@@ -24,32 +24,51 @@ def expected(make_engine: Any, prompts: Prompts) -> list[list[int]]:
 @pytest.mark.parametrize("settings", [{}, {"disable_overlap_schedule": False, "chunked_prefill_size": 16}])
 def test_hidden_states_are_those_of_the_target(
     make_engine: Any,
+    tiny_model: Path,
     prompts: Prompts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
 ) -> None:
-    """The LM head on them says the tokens that were then sampled."""
+    """They are Hugging Face's, of the last layer and of others, and the LM head on the last says what was
+    then sampled: in prefills, whole and in parts, after accepted and rejected chains and trees."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     log = tmp_path / "seen"
     monkeypatch.setenv(toys.SEEN, str(log))
-    fields = {"proposer": "toy-head", "num_speculative_tokens": 4}
+    fields = {"proposer": "toy-head", "num_speculative_tokens": 4, "max_draft_nodes": 5}
     with configured(fields) as algorithm, make_engine(speculative_algorithm=algorithm, **settings) as engine:
-        answers = ask(engine, [*prompts, prompts[0]], greedy(30))
+        answers = ask(engine, prompts, greedy(30)) + ask(engine, [[*prompts[5], 77]], greedy(30))
         statistics = figures_of(engine)
     assert statistics["faults"] == {}
-    assert statistics["accepted_tokens"] > 10
+    assert 10 < statistics["accepted_tokens"] < statistics["draft_tokens"]
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     seen = [json.loads(line) for line in log.read_text().splitlines()]
-    begun, shown = set(), 0
+    newest = {each["request"]: each["tokens"] for each in seen}
+    with torch.no_grad():
+        states = {
+            r: model(torch.tensor([t]), output_hidden_states=True).hidden_states for r, t in newest.items()
+        }
+    begun, shown = {}, 0
     for each in seen:
         tokens, told, prompt = each["tokens"], each["told"], each["prompt"]
         if each["request"] not in begun:
-            begun.add(each["request"])
+            begun[each["request"]] = prompt - len(told)
             # From the prompt's first token on, but for what the radix cache had.
             assert 1 <= len(told) <= prompt
+        last, layers = (torch.tensor(values) for values in each["states"])
+        of_all = [
+            layer[0, len(tokens) - 1 - len(told) : len(tokens) - 1] for layer in states[each["request"]]
+        ]
+        assert torch.allclose(last, of_all[-1], atol=1e-4)
+        assert torch.allclose(layers, torch.cat([of_all[2], of_all[0]], -1), atol=1e-4)
         generated = min(len(told), len(tokens) - prompt)
         assert told[len(told) - generated :] == tokens[len(tokens) - generated :]
         shown += generated
     assert len(begun) == 13
+    assert min(begun.values()) == 0
+    assert max(begun.values()) > 40, "the radix cache had it, and brings none"
     assert shown >= sum(len(a["output_ids"]) - 6 for a in answers)
 
 

@@ -38,13 +38,14 @@ def test_a_request_limits_its_drafts(suffix: Any, prompts: Prompts, wanted: Any,
     assert (max(drafted[:4]) == 0) == (wanted == 0)
 
 
-def test_answers_are_kept_for_the_same_tenant_only(suffix: Any, prompts: Prompts) -> None:
+@pytest.mark.parametrize("named", ["extra_key", "cache_salt"])
+def test_answers_are_kept_for_the_same_tenant_only(suffix: Any, prompts: Prompts, named: str) -> None:
     """suffix continues an earlier answer at once, where it may see it."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     def steps(salt: str) -> int:
         asked = GenerateReqInput(
-            input_ids=[*prompts[7], 99, 98, 97], sampling_params=greedy(40), extra_key=salt
+            input_ids=[*prompts[7], 99, 98, 97], sampling_params=greedy(40), **{named: salt}
         )
         answers = suffix.tokenizer_manager.generate_request(asked, None)
         answer = suffix.loop.run_until_complete(anext(answers))
@@ -61,32 +62,3 @@ def test_log_of_what_was_drafted_fits_the_output_when_streamed(suffix: Any, prom
     meta = pieces[-1]["meta_info"]
     assert sum(meta["spec_plugins_draft_tokens"]) == meta["spec_num_proposed_drafts"] > 0
     assert meta["completion_tokens"] == 40
-
-
-def test_custom_logit_processors_are_heeded(make_engine: Any, prompts: Prompts) -> None:
-    """Beside requests without, which draft."""
-    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
-
-    banned = [12, 22, 67, 78]
-    some, n = prompts[:8], 8
-    asked = [greedy(40, **({"custom_params": {"token_ids": banned}} if i % 2 else {})) for i in range(n)]
-    hot = [{**p, "temperature": 1.0} for p in asked]
-    processors = [DisallowedTokensLogitsProcessor.to_str() if i % 2 else None for i in range(n)]
-
-    def answers(engine: Any, params: Any) -> Any:
-        return ask(engine, some, params, custom_logit_processor=processors)
-
-    settings = {"enable_custom_logit_processor": True}
-    with make_engine(**settings) as engine:
-        expected = ids(answers(engine, asked))
-    with (
-        configured({"proposer": "suffix"}) as algorithm,
-        make_engine(speculative_algorithm=algorithm, **settings) as engine,
-    ):
-        found, sampled = answers(engine, asked), answers(engine, hot)
-    assert ids(found) == expected
-    drafted = [sum(a["meta_info"]["spec_plugins_draft_tokens"]) for a in found]
-    assert [d > 0 for d in drafted] == [True, False] * 4
-    for given in (ids(found), ids(sampled)):
-        assert any(set(banned) & set(tokens) for tokens in given[::2])
-        assert not any(set(banned) & set(tokens) for tokens in given[1::2])

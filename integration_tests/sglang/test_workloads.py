@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from speculating import configured, figures_of
+from tiny_heads import begun_head
 from workloads import WORKLOADS, Prompts
 
 pytestmark = pytest.mark.slow
@@ -22,7 +24,14 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"page_size": 4},
     ),
     "combine, overlap": (
-        {"proposer": "combine", "options": {"proposers": ["suffix", "ngram"], "mode": "merged"}},
+        {
+            "proposer": "combine",
+            "max_draft_nodes": 12,
+            "options": {
+                "mode": "merged",
+                "proposers": ["suffix", {"name": "eagle3", "options": {"topk": 2, "max_draft_nodes": 6}}],
+            },
+        },
         {"page_size": 16, "disable_overlap_schedule": False},
     ),
 }
@@ -30,10 +39,18 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=list(ENGINES))
 def speculating(
-    request: pytest.FixtureRequest, make_engine: Any, prompts: Prompts
+    request: pytest.FixtureRequest,
+    make_engine: Any,
+    tiny_model: Path,
+    prompts: Prompts,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Any, Expected]]:
     """An engine, and what SGLang answers by itself with the same settings."""
     fields, settings = ENGINES[request.param]
+    for part in fields.get("options", {}).get("proposers", ()):
+        if isinstance(part, dict):
+            folder = tmp_path_factory.mktemp("heads") / "eagle3"
+            part["options"]["model"] = str(begun_head(folder, "eagle3", tiny_model))
     with make_engine(**settings) as engine:
         expected = {name: ask(engine, prompts) for name, ask in WORKLOADS.items()}
     if settings.get("disable_overlap_schedule") is False or "max_total_tokens" in settings:

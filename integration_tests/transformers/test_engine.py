@@ -160,7 +160,7 @@ class TestGreedy:
         self, model: Any, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         answers = {tuple(p): a for p, a in zip(prompts, expected, strict=True)}
-        monkeypatch.setattr("spec_plugins.adapters.transformers.kv_cache.RowCache.move", lambda *_: None)
+        monkeypatch.setattr("spec_plugins.row_cache.RowCache.move", lambda *_: None)
         made = Engine(model, None, {"max_draft_nodes": 12}, proposer=Oracle(answers, wrong_first=True))
         done = made.generate(prompts, SamplingParams(max_new_tokens=40))
         assert [a.token_ids for a in done] != expected
@@ -343,7 +343,9 @@ class Watcher(Proposer):
             Need.LM_HEAD,
         }
     )
-    aux_layers = (1, 2)
+
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
+        return (1, 2)
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from real_model import MODEL, NEEDS_MODEL
+from real_model import MODEL, NEEDS_MODEL, assert_all_were_accepted, every_method
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'spec-plugins[transformers]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'spec-plugins[transformers]'")
@@ -59,9 +59,23 @@ def test_plain_equals_transformers(
 def test_every_proposer_leaves_output_as_it_is(
     loaded: tuple[Any, Any], prompts: list[Any], expected: list[list[int]], name: str
 ) -> None:
-    engine = Engine(*loaded, CONFIGS[name], max_num_seqs=6)
+    # Long, so that no loaded machine makes a good proposer late.
+    spec = {**CONFIGS[name], "containment": {"time_allowance_ms": 60_000.0}}
+    engine = Engine(*loaded, spec, max_num_seqs=6)
     answers = engine.generate(prompts, PARAMS)
     assert [a.token_ids for a in answers] == expected
     assert engine.driver is not None
     assert engine.driver.statistics.acceptance_length > 1.1
     assert not engine.driver.statistics.faults
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_trained_proposers_leave_output_as_it_is(
+    loaded: tuple[Any, Any], prompts: list[Any], expected: list[list[int]], trees: bool
+) -> None:
+    spec = {**every_method(trees), "containment": {"time_allowance_ms": 60_000.0}}
+    engine = Engine(*loaded, spec, max_num_seqs=6)
+    answers = engine.generate(prompts[::3], SamplingParams(max_new_tokens=24))
+    assert [a.token_ids for a in answers] == [tokens[:24] for tokens in expected[::3]]
+    assert engine.driver is not None
+    assert_all_were_accepted(engine.driver.statistics.snapshot())

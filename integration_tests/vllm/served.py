@@ -14,6 +14,8 @@ from typing import Any
 from http_server import START_SECONDS, Served, answering, eventually, launch
 from served_questions import MODEL
 
+from spec_plugins.evaluation.server_process import free_port
+
 __all__ = ["MODEL", "START_SECONDS", "Served", "eventually", "plug_in", "serve", "start"]
 
 
@@ -29,7 +31,7 @@ def start(model: Path, *flags: str, log: Path, env: Mapping[str, str] | None = N
     return launch(command, log, {
         "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
         "VLLM_LOG_STATS_INTERVAL": "2", "VLLM_LOGGING_LEVEL": "INFO", "PYTHONSAFEPATH": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(env or {}),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PORT": str(free_port()), **(env or {}),
     })  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import toy_proposers
 from offline import ask, statistics_of, token_ids
+from trained_drafts import HEADS, METHODS, save_heads
 
 PROMPT = [5, 9, 14, 9, 14]
 VOCAB, REQUESTS, TEMPERATURE = 128, 3000, 0.8
@@ -50,6 +51,17 @@ def surprise(tokens: Any, probabilities: Any) -> float:
     return float(((chi2 / free) ** (1 / 3) - 1 + 2 / (9 * free)) / math.sqrt(2 / (9 * free)))
 
 
+def surprises(tokens: Any, exact: list[Any]) -> dict[str, float]:
+    """Of each of the first three tokens, and of the first two together."""
+    first, second, third, both = exact
+    return {
+        "first": surprise(tokens[:, 0], first),
+        "second": surprise(tokens[:, 1], second),
+        "third": surprise(tokens[:, 2], third),
+        "both": surprise(tokens[:, 0] * VOCAB + tokens[:, 1], both),
+    }
+
+
 @pytest.mark.parametrize("proposer", ["toy-sampled", "toy-likely", "toy-wrong-q"])
 def test_the_distribution_is_the_targets(
     make_engine: Any, exact: list[Any], proposer: str, monkeypatch: pytest.MonkeyPatch
@@ -66,19 +78,37 @@ def test_the_distribution_is_the_targets(
         figures = statistics_of(llm).snapshot()
     assert figures["faults"] == {}
     assert figures["accepted_by_position"][0] > 0.005 * REQUESTS
-    first, second, third, both = exact
-    found = {
-        "first": surprise(tokens[:, 0], first),
-        "second": surprise(tokens[:, 1], second),
-        "third": surprise(tokens[:, 2], third),
-        "both": surprise(tokens[:, 0] * VOCAB + tokens[:, 1], both),
-    }
+    found = surprises(tokens, exact)
     assert found["first"] < 4
     if proposer == "toy-wrong-q":
         assert found["second"] > 8, found
         assert found["third"] > 8, found
     else:
         assert max(found.values()) < 4, found
+
+
+def test_trained_proposers_keep_the_distribution(
+    make_engine: Any,
+    tiny_model: Path,
+    exact: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They draw their drafts from distributions of their own."""
+    from vllm import SamplingParams
+
+    toy_proposers.register()
+    monkeypatch.setenv(HEADS, str(save_heads(tmp_path, tiny_model)))
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=4, ignore_eos=True)
+    with make_engine("toy-trained", k=2, max_num_seqs=256, enable_prefix_caching=False) as llm:
+        for method in METHODS:
+            accepted = statistics_of(llm).snapshot()["accepted_tokens"]
+            answers = ask(llm, [PROMPT] * (REQUESTS // 2), params, cache_salt=method)
+            found = surprises(np.array(token_ids(answers)), exact)
+            figures = statistics_of(llm).snapshot()
+            assert figures["faults"] == {}
+            assert figures["accepted_tokens"] - accepted > 0.02 * REQUESTS, method
+            assert max(found.values()) < 4, (method, found)
 
 
 def test_vllms_own_faults_are_mended_and_nothing_else_is_touched(make_engine: Any) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from served import MODEL, eventually, plug_in, serve
 
+from spec_plugins.evaluation.server_process import free_port
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 Prompts = Sequence[Sequence[int]]
@@ -51,7 +53,8 @@ def two_ranks(model: Path, prompts: Prompts, speculative: dict[str, Any] | None,
     script = folder / "script.py"
     script.write_text(TENSOR_PARALLEL, encoding="utf-8")
     asked = json.dumps([str(model), prompts, speculative])
-    env = {**os.environ, **UNBOUND, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONSAFEPATH": "1"}
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PORT": str(free_port()), "PYTHONSAFEPATH": "1"}
+    env = {**os.environ, **UNBOUND, **ours}
     run = subprocess.run(
         [sys.executable, str(script), asked],
         capture_output=True, text=True, check=False, timeout=900, env=env, cwd=folder,

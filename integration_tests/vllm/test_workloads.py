@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from offline import drafter_of, statistics_of
+from tiny_heads import begun_head
 from workloads import WORKLOADS
-
-pytestmark = pytest.mark.contract
 
 # How the engine is set up. Preemption: room for three requests of up to 256 tokens or so, not for four.
 GRAMMAR = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -24,11 +24,20 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "suffix": {},
     "ngram": {},
     "lookahead": {},
-    "combine": {"proposers": ["suffix", "ngram"], "min_tokens": 2},
+    "combine": {"proposers": ["suffix", {"name": "eagle3", "options": {}}], "min_tokens": 2},
 }
+"""The head's folder is set below."""
 CASES = [("roomy", p) for p in PROPOSERS] + [("chunked", "suffix"), ("starved", "suffix")]
+ON_BOTH_VERSIONS = [("roomy", "suffix"), ("roomy", "combine")]
+"""What is run on vLLM's second version too: all workloads, and a head's hidden states."""
 SOME = ("moving_rows", "long_prompts", "grammars", "mixed_sampling")
 """What proposers other than ``suffix`` are asked to do."""
+
+
+def case(settings: str, proposer: str, *name: str) -> Any:
+    """A test's parameters, marked where it runs on both versions."""
+    both = (settings, proposer) in ON_BOTH_VERSIONS
+    return pytest.param(settings, proposer, *name, marks=[pytest.mark.contract] if both else [])
 
 
 @dataclass
@@ -45,8 +54,12 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def run(make_engine: Any, prompts: list[list[int]]) -> Callable[..., Run]:
+def run(
+    make_engine: Any, tiny_model: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Run]:
     """``run(settings, proposer)``: all workloads in one engine, once a session."""
+    head = begun_head(tmp_path_factory.mktemp("heads") / "eagle3", "eagle3", tiny_model)
+    PROPOSERS["combine"]["proposers"][1]["options"]["model"] = str(head)
 
     @functools.cache
     def once(settings: str, proposer: str | None) -> Run:
@@ -117,7 +130,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("settings", "proposer", "name"),
-    [(s, p, name) for s, p in CASES for name in (WORKLOADS if p == "suffix" else SOME)],
+    [case(s, p, name) for s, p in CASES for name in (WORKLOADS if p == "suffix" else SOME)],
 )
 def test_the_output_is_that_without_speculation(
     run: Callable[..., Run], settings: str, proposer: str, name: str
@@ -133,14 +146,14 @@ def test_the_output_is_that_without_speculation(
     assert ours.accepted[name] > 0
 
 
-@pytest.mark.parametrize(("settings", "proposer"), CASES)
+@pytest.mark.parametrize(("settings", "proposer"), [case(s, p) for s, p in CASES])
 def test_nothing_was_contained(run: Callable[..., Run], settings: str, proposer: str) -> None:
     figures = run(settings, proposer).statistics
     assert figures["faults"] == {}
     assert figures["rests"] == figures["skipped_steps"] == 0
 
 
-@pytest.mark.parametrize(("settings", "proposer"), CASES)
+@pytest.mark.parametrize(("settings", "proposer"), [case(s, p) for s, p in CASES])
 def test_vllms_counters_are_ours(run: Callable[..., Run], settings: str, proposer: str) -> None:
     """Grammars cut drafts, chunked prompts go without, and both count alike."""
     ours, metrics = run(settings, proposer).statistics, run(settings, proposer).metrics

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from toy_drafts import Garbage, Raises, Sleeps, copies
+from trained_drafts import Trained
 
 from spec_plugins import Draft, Need, Proposer, Step, Target
 from spec_plugins.registry import Registration, registry
@@ -20,6 +21,7 @@ def register() -> None:
     for name, cls in {
         "toy-watcher": Watcher, "toy-sampled": Sampled, "toy-wrong-q": WrongQ, "toy-likely": Likely,
         "toy-raises": Raises, "toy-garbage": Garbage, "toy-sleeps": Sleeps,
+        "toy-trained": Trained,
     }.items():  # fmt: skip
         registry().add(Registration(name, f"{cls.__module__}:{cls.__name__}", "tests"))
 
@@ -39,8 +41,10 @@ class Watcher(Proposer):
 
     needs = frozenset({Need.HIDDEN_STATES, Need.AUX_HIDDEN_STATES})
     uses = frozenset({Need.EMBEDDINGS, Need.LM_HEAD})
-    aux_layers = (1, 2)
     bounded = True
+
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
+        return (1, 2)
 
     def load(self, target: Target) -> None:
         self.target = target

@@ -12,14 +12,23 @@ from typer.core import TyperGroup
 
 from spec_plugins import __version__
 from spec_plugins.cli.args import args_command
+from spec_plugins.cli.baseline import baseline_app
+from spec_plugins.cli.build import build_command
+from spec_plugins.cli.calibrate import calibrate_command
+from spec_plugins.cli.convert import convert_command
 from spec_plugins.cli.demo import demo_command
 from spec_plugins.cli.doctor import doctor_command
+from spec_plugins.cli.evaluate import evaluate_command
 from spec_plugins.cli.explain import explain_command
 from spec_plugins.cli.generate import generate_command
+from spec_plugins.cli.inspect import inspect_command
 from spec_plugins.cli.list import list_command
 from spec_plugins.cli.output import show_error
+from spec_plugins.cli.recommend import recommend_command
+from spec_plugins.cli.replay import replay_command
 from spec_plugins.cli.schema import schema_command
 from spec_plugins.cli.serve import serve_command
+from spec_plugins.cli.train import train_command
 from spec_plugins.errors import SpecPluginsError
 
 __all__ = ["app", "main"]
@@ -75,10 +84,39 @@ app.command(
         "help_option_names": ["--help"],
     },
 )(serve_command)
+app.command(
+    "build",
+    short_help="Build an engine that drafts, for TensorRT-LLM up to 1.2.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(build_command)
 app.command("schema", help="Print the JSON schema of the configuration.")(schema_command)
+app.command("inspect", short_help="Say what a trained head or draft model is, and whether it fits a target.")(
+    inspect_command
+)
+app.command("convert", short_help="Write a trained head in the layout of another engine or trainer.")(
+    convert_command
+)
 app.command("generate", help="Complete prompts with a model on this machine, with speculation or without.")(
     generate_command
 )
+app.command("train", short_help="Train a head for a target model on one's own traffic.")(train_command)
+app.command(
+    "evaluate",
+    short_help="Say which method pays on your traffic: replay, calibrate and recommend in one go.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(evaluate_command)
+app.command(
+    "calibrate",
+    short_help="Measure how long an engine's steps take, by batch size and draft length.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(calibrate_command)
+app.command("replay", short_help="Run proposers over recorded responses: what would have been accepted.")(
+    replay_command
+)
+app.command("recommend", short_help="Say which method pays at which concurrency, or that none does.")(
+    recommend_command
+)
+app.add_typer(baseline_app, name="baseline")
 app.command("doctor", help="Check what is installed here. Exit code 1 where something of it is broken.")(
     doctor_command
 )

@@ -14,7 +14,7 @@ __all__ = ["args_command"]
 
 
 def args_command(
-    engine: Annotated[str, typer.Argument(help="The engine: vllm or sglang.")],
+    engine: Annotated[str, typer.Argument(help="The engine: vllm, sglang or tensorrt-llm.")],
     config: Annotated[
         str,
         typer.Argument(
@@ -37,7 +37,7 @@ def args_command(
     if as_json:
         show_json(asdict(found))
         return
-    typer.echo(shlex.join(found.flags))
+    typer.echo(found.file or shlex.join(found.flags))
     for note in found.notes:
         typer.echo(f"Note: {note}", err=True)
     if found.environment:

@@ -25,6 +25,13 @@ def demo_command(
         str, typer.Option(help=f"Which engine to run in: {', '.join(RUNS_IN)}.")
     ] = "transformers",
     minutes: Annotated[float, typer.Option(min=0.1, help="About how long it may take.")] = 5.0,
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compare with plain decoding: a proposer's name, a configuration as JSON, or the "
+            "path of one; may be given several times. Default: one of each proposer that needs no model."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     from spec_plugins.support import ENGINES, find_engine
@@ -40,6 +47,6 @@ def demo_command(
     from spec_plugins.evaluation.demo import run
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        figures = run(model, data, out, key, minutes)
+        figures = run(model, data, out, key, minutes, spec or ())
     if as_json:
         show_json(figures)

@@ -223,6 +223,7 @@ def _json_line(request: Request) -> str:
         {
             "index": request.index,
             "text": _text(request),
+            "prompt_token_ids": request.prompt,
             "token_ids": request.output,
             "finish_reason": request.finish_reason,
             "acceptance_length": figures.acceptance_length,

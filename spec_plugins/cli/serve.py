@@ -20,7 +20,7 @@ __all__ = ["serve_command"]
 
 def serve_command(
     context: typer.Context,
-    engine: Annotated[str, typer.Argument(help="The engine: vllm or sglang.")],
+    engine: Annotated[str, typer.Argument(help="The engine: vllm, sglang or tensorrt-llm.")],
     model: Annotated[str, typer.Argument(help="Folder, or Hugging Face name, of the model.")],
     spec: Annotated[
         str,

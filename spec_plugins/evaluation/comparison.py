@@ -19,7 +19,7 @@ from spec_plugins.errors import UnsupportedError
 from spec_plugins.evaluation.prompts import TaggedPrompt
 from spec_plugins.support import ENGINES
 
-__all__ = ["BASELINE", "Measured", "Runner", "compare", "machine", "open_runners"]
+__all__ = ["BASELINE", "Measured", "Runner", "compare", "machine", "open_runners", "processor"]
 
 BASELINE = "none"
 
@@ -60,19 +60,23 @@ class Measured:
         }
 
 
+def processor() -> str:
+    """The name of this machine's."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((x.partition(":")[2].strip() for x in file if x.startswith("model name")), name)
+    except OSError:
+        return name
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import torch
     import transformers
 
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((x.partition(":")[2].strip() for x in file if x.startswith("model name")), model)
-    except OSError:
-        pass
     return {
-        "processor": model,
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -1,12 +1,14 @@
-"""`spec-plugins demo`: every model-free proposer against plain decoding, on a real model and real prompts."""
+"""`spec-plugins demo`: proposers against plain decoding, on a real model and real prompts."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_plugins.config import Config, load_config
+from spec_plugins.evaluation.comparison import BASELINE
 
 __all__ = ["CONFIGS", "MAX_NEW_TOKENS", "run"]
 
@@ -23,13 +25,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def configs() -> dict[str, Config]:
-    """The configurations that the demo compares, checked."""
-    return {name: load_config(config) for name, config in CONFIGS.items()}
+def configs(specs: Sequence[str] = ()) -> dict[str, Config]:
+    """The configurations to compare, checked: those given, else one of each proposer that needs no model.
+
+    On the plugin route, whose figures the driver has.
+    """
+    if not specs:
+        return {name: load_config(config) for name, config in CONFIGS.items()}
+    found: dict[str, Config] = {}
+    for spec in specs:
+        config = load_config(spec, route="plugin")
+        name = config.proposer
+        while name in found or name == BASELINE:
+            name += "'"
+        found[name] = config
+    return found
 
 
 def run(
-    model: Path, data: Path, out: Path, engine: str = "transformers", minutes: float = 5.0
+    model: Path,
+    data: Path,
+    out: Path,
+    engine: str = "transformers",
+    minutes: float = 5.0,
+    specs: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compare on HumanEval and MT-bench prompts for some minutes; print, write and return the result.
 
@@ -41,11 +60,12 @@ def run(
     from spec_plugins.evaluation import prompts, report
     from spec_plugins.evaluation.comparison import compare, machine, open_runners
 
+    chosen = configs(specs)
     console = Console(stderr=True)
     mixed = prompts.interleaved(prompts.humaneval(data), prompts.mtbench(data))
     with contextlib.ExitStack() as stack:
         with console.status(f"loading {model.name}") as status:
-            runners = stack.enter_context(open_runners(engine, model, configs(), status.update))
+            runners = stack.enter_context(open_runners(engine, model, chosen, status.update))
         progress = stack.enter_context(
             Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console)
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -24,11 +26,14 @@ from spec_plugins.errors import SpecPluginsError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ServerProcess"]
+__all__ = ["ServerProcess", "free_port"]
 
 START_SECONDS = 600.0
 """How long a server may take to answer; 30 is usual, and a busy machine has taken 200."""
 ANSWER_SECONDS = 600.0
+STARTS = 3
+"""How often a server is started whose ports were taken by others before it bound them."""
+_PORTS = range(10_000, 22_000)
 _running: set[int] = set()
 
 
@@ -83,11 +88,9 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it, without waiting. Whoever calls this has to see to its :meth:`end`."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [*self.command, "--host", "127.0.0.1", "--port", str(self.port)]
-        if not self._keeps_log:
+        if not self._keeps_log and self.log == Path():
             handle, path = tempfile.mkstemp(prefix=f"{self.name.replace(' ', '-')}-", suffix=".log")
             os.close(handle)
             self.log = Path(path)
@@ -104,10 +107,15 @@ class ServerProcess:
         _running.add(self.process.pid)
 
     def wait(self) -> None:
-        """Until it answers; raises as ``__enter__`` does."""
-        started = time.monotonic()
+        """Until it answers; starts it again where its port was taken meanwhile; raises as ``__enter__``."""
+        started, starts = time.monotonic(), 1
         while time.monotonic() - started < START_SECONDS:
             if self.process.poll() is not None:
+                if starts < STARTS and os.strerror(errno.EADDRINUSE) in self._said():
+                    self.end()
+                    self.start()
+                    starts += 1
+                    continue
                 raise self.failure(f"ended with {self.process.returncode} before it answered")
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self.get("/health", 5.0)[0] == 200:
@@ -117,10 +125,13 @@ class ServerProcess:
 
     def failure(self, what: str) -> SpecPluginsError:
         """An error with the end of the server's log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self._said().splitlines()
         return SpecPluginsError(
             "\n".join([f"the server {self.name!r} {what}; {self.log} ends:", *lines[-30:]])
         )
+
+    def _said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -197,6 +208,21 @@ class ServerProcess:
             if response.status != 200:
                 raise OSError(f"{response.status}: {response.read().decode(errors='replace')[:500]}")
             yield response
+
+
+def free_port() -> int:
+    """A loopback port for a server that binds it later, perhaps a minute.
+
+    Below those that the system hands out by itself, of which another process may be given one meanwhile, and
+    below those that SGLang draws its own from.
+    """
+    for port in random.sample(_PORTS, 64):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _end_all(number: int, _frame: Any) -> None:

@@ -43,14 +43,14 @@ class _Layer(CacheLayerMixin):
 class RowCache(Cache):
     """Keys and values of all layers in one tensor, ``[2, layers, rows, heads, capacity, head_dim]``.
 
-    The engine says where the next forward pass writes (:meth:`prefill`, :meth:`decode`), then calls the
+    Its owner says where the next forward pass writes (:meth:`prefill`, :meth:`decode`), then calls the
     model; attention masks hide what a row does not own. Capacity doubles when it is full.
     """
 
     def __init__(self, num_layers: int, rows: int, capacity: int = 512) -> None:
         self.num_rows, self.capacity, self.num_layers = rows, capacity, num_layers
         self.store: torch.Tensor | None = None
-        self.rows = slice(0, 0)
+        self.rows: slice | torch.Tensor = slice(0, 0)
         self.extent = 0
         self.slots: torch.Tensor | None = None
         super().__init__(layers=[_Layer(self, i) for i in range(num_layers)])
@@ -60,12 +60,14 @@ class RowCache(Cache):
         self.rows, self.extent, self.slots = slice(row, row + 1), length, None
         self._reserve(length)
 
-    def decode(self, slots: torch.Tensor, extent: int) -> None:
-        """The next forward pass writes row ``i`` of the batch at ``slots[i]``, ``[rows, width]``.
+    def decode(self, slots: torch.Tensor, extent: int, rows: torch.Tensor | slice | None = None) -> None:
+        """The next forward pass writes row ``i`` of the batch at ``slots[i]``, ``[n, width]``.
 
-        Attention sees the first ``extent`` slots of each row.
+        Attention sees the first ``extent`` slots of each row. ``rows``: which rows of the cache the batch
+        is, ``[n]``; ``None``: the first. A slice is a view, a tensor a copy of what attention sees.
         """
-        self.rows, self.extent, self.slots = slice(0, len(slots)), extent, slots
+        self.rows = slice(0, len(slots)) if rows is None else rows
+        self.extent, self.slots = extent, slots
         self._reserve(extent)
 
     def write(
@@ -75,23 +77,39 @@ class RowCache(Cache):
         if self.store is None:
             shape = (2, self.num_layers, self.num_rows, keys.shape[1], self.capacity, keys.shape[3])
             self.store = keys.new_zeros(shape)
+        if not isinstance(self.rows, slice):
+            assert self.slots is not None
+            at = self.rows[:, None], slice(None), self.slots
+            self.store[0, layer][at], self.store[1, layer][at] = keys.transpose(1, 2), values.transpose(1, 2)
+            seen = self.store[:, layer, :, :, : self.extent][:, self.rows]
+            return seen[0], seen[1]
         k, v = self.store[0, layer, self.rows], self.store[1, layer, self.rows]
         if self.slots is None:
             k[:, :, : self.extent], v[:, :, : self.extent] = keys, values
         else:
-            at = self.slots[:, None, :, None].expand_as(keys)
-            k.scatter_(2, at, keys)
-            v.scatter_(2, at, values)
+            index = self.slots[:, None, :, None].expand_as(keys)
+            k.scatter_(2, index, keys)
+            v.scatter_(2, index, values)
         return k[:, :, : self.extent], v[:, :, : self.extent]
 
     def _reserve(self, length: int) -> None:
-        if length <= self.capacity:
-            return
-        before, filled = self.store, self.capacity
-        self.capacity = max(length, 2 * self.capacity)
+        if length > self.capacity:
+            self.resize(self.num_rows, max(length, 2 * self.capacity))
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Make room for so many rows and slots; the first ones keep what they hold."""
+        before, r, c = self.store, min(rows, self.num_rows), min(capacity, self.capacity)
+        self.num_rows, self.capacity = rows, capacity
         if before is not None:
-            self.store = before.new_zeros((*before.shape[:4], self.capacity, before.shape[5]))
-            self.store[..., :filled, :] = before
+            self.store = before.new_zeros(
+                (*before.shape[:2], rows, before.shape[3], capacity, before.shape[5])
+            )
+            self.store[:, :, :r, :, :c] = before[:, :, :r, :, :c]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the store takes."""
+        return 0 if self.store is None else self.store.nbytes
 
     def move(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy slots within rows, ``[m]`` each: the accepted path of a tree to where a chain would be."""

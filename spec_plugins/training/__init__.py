@@ -1,0 +1,1 @@
+"""Heads and drafts trained on one's own traffic."""
