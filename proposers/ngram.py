@@ -147,6 +147,9 @@ class NgramProposer(Proposer):
         self._entries = (max_ngram - min_ngram + 1) * (4 if prefer == "most_frequent" else 1) * 2
         self._indexes: dict[str, tuple[int, int, IntArray]] = {}
         """Capacity in tokens, address and buffer of each request's index."""
+        self._ids: tuple[str, ...] = ()
+        """The last step's requests, while these are of their indexes:"""
+        self._capacities = self._addresses = np.empty(0, np.int64)
 
     def load(self, target: Target) -> None:
         """Compile."""
@@ -158,18 +161,24 @@ class NgramProposer(Proposer):
         most = np.minimum(step.budgets, step.depths)
         drafts = np.empty((n, int(most.max(initial=0))), np.int32)
         counts = np.empty(n, np.int32)
-        indexes = self._indexes
-        addresses = []
-        for request_id, length in zip(step.request_ids, step.lengths.tolist(), strict=True):
-            index = indexes.get(request_id)
-            if index is None or index[0] < length:
-                index = indexes[request_id] = self._index(length)
-            addresses.append(index[1])
+        if tuple(step.request_ids) != self._ids or (step.lengths > self._capacities).any():
+            self._make_room(step)
         _propose(
-            np.array(addresses, np.int64), step.token_ids, step.rows, step.lengths, step.fresh, most,
+            self._addresses, step.token_ids, step.rows, step.lengths, step.fresh, most,
             self.min_ngram, self.max_ngram, self.prefer == "most_frequent", drafts, counts,
         )  # fmt: skip
         return Drafts(drafts, counts)
+
+    def _make_room(self, step: Step) -> None:
+        """Have an index of every request of a step, and find them for it and those after it."""
+        self._ids, found = (), []
+        for request_id, length in zip(step.request_ids, step.lengths.tolist(), strict=True):
+            index = self._indexes.get(request_id)
+            if index is None or index[0] < length:
+                index = self._indexes[request_id] = self._index(length)
+            found.append(index[:2])
+        self._ids = tuple(step.request_ids)
+        self._capacities, self._addresses = np.array(found, np.int64).reshape(-1, 2).T.copy()
 
     def _index(self, length: int) -> tuple[int, int, IntArray]:
         """An empty index for ``length`` tokens and as many again, which it then fills anew."""
@@ -180,6 +189,7 @@ class NgramProposer(Proposer):
 
     def finish(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
+        self._ids = ()
 
     def gauges(self) -> Mapping[str, float]:
         buffers = [index[2].nbytes for index in self._indexes.values()]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numba
@@ -46,7 +46,8 @@ class Driver:
     Nothing that the proposer does reaches the engine: a fault costs the drafts it concerns, is counted
     and logged, and a proposer that keeps failing rests and is tried again (:class:`Containment`). After
     an exception or a late answer the proposer is told to forget every request, since its state may be
-    wrong, and sees each as new. Overhead: about 30 µs a step and 1 µs a request.
+    wrong, and sees each as new. Overhead: about 35 µs a step and 0.1 µs a request, or 0.4 µs where the
+    requests are not those of the step before.
     """
 
     def __init__(
@@ -88,20 +89,25 @@ class Driver:
         )
         self.statistics = Statistics(target.num_speculative_tokens)
         self._sources = (*proposer.sources, "unknown")
-        self._seen: dict[str, int] = {}
-        """How many tokens the proposer has seen of each request that it holds state for."""
+        self._ids: tuple[str, ...] = ()
+        """The last step's requests, until one of them ends."""
+        self._places: dict[str, int] = {}
+        """Where running requests stand in the arrays below: the last step's in its order, then others that
+        are alive."""
+        self._prompts = np.array([_LONGEST], np.int32)
+        """Prompt length of each, and at the end what stands for a new one: all that it has."""
+        self._seen = np.array([-1], np.int32)
+        """How many tokens of each the proposer has seen, -1 where it holds no state; and a -1 at the end."""
         self._stale: set[str] = set()
         """Requests that it must forget at its next call: they ended, or a fault came between."""
-        self._prompts: dict[str, int] = {}
-        """Prompt lengths of running requests."""
         self._strangers: set[str] = set()
         """Requests observed that never were proposed for; they run next or are over."""
         self._handed = Drafts.empty(0)
-        """What was last handed out."""
-        self._nodes = self._depths = [0]
+        """What was last handed out, by place."""
+        self._nodes = self._depths = np.zeros(1, np.int32)
         """Nodes and depth of each row of it, and a 0 at the end, for index -1."""
-        self._pending: dict[str, int] = {}
-        """Rows of drafts whose verification was not reported yet."""
+        self._pending = np.zeros(1, np.bool_)
+        """Whether its verification was not reported yet, by place, and a False at the end."""
         self._verified: dict[str, int] = {}
         """Rows of drafts that the last report was about; kept for hosts that give predictions."""
         self._propose_seconds = 0.0
@@ -141,19 +147,21 @@ class Driver:
         Returns:
             Checked drafts within budgets, in the order of ``request_ids``.
         """
-        n, target = len(request_ids), self.target
-        prompts = self._begin(request_ids, lengths, prompt_lengths, alive)
-        seen = self._seen
+        ids, n, target = tuple(request_ids), len(request_ids), self.target
+        self._begin(ids, alive)
+        self._prompts[:n] = (
+            np.minimum(self._prompts[:n], lengths) if prompt_lengths is None else prompt_lengths
+        )
         plan = np.empty((7, n), np.int32)
-        plan[_ROWS], plan[_LENGTHS], plan[_PROMPTS] = rows, lengths, prompts
-        plan[_SEEN] = [seen.get(r, 0) for r in request_ids]
+        plan[_ROWS], plan[_LENGTHS], plan[_PROMPTS] = rows, lengths, self._prompts[:n]
+        plan[_SEEN] = np.maximum(self._seen[:n], 0)
         plan[_LIMITS] = target.num_speculative_tokens if limits is None else limits
-        plan[_BUDGETS], plan[_DEPTHS] = self.policy.budgets(request_ids, plan[_LIMITS])
+        plan[_BUDGETS], plan[_DEPTHS] = self.policy.budgets(ids, plan[_LIMITS])
         shorter, asked = _clamp(plan, target.num_speculative_tokens, target.max_draft_nodes, self._trees)
         if shorter:  # tokens were taken back: what the proposer saw may be wrong
             for i in np.flatnonzero(plan[_FRESH] < 0).tolist():
-                del seen[request_ids[i]]
-                self._stale.add(request_ids[i])
+                self._seen[i] = -1
+                self._stale.add(ids[i])
                 plan[_FRESH, i] = plan[_LENGTHS, i]
 
         if n:
@@ -161,21 +169,21 @@ class Driver:
         self._propose_seconds = 0.0
         if not self._guard.free or self.breaker.resting:
             self.statistics.skipped_steps += n > 0
-            return self._hand_out(request_ids, Drafts.empty(n))
+            return self._hand_out(Drafts.empty(n))
         if not n and not self._stale:
-            return self._hand_out(request_ids, Drafts.empty(0))
+            return self._hand_out(Drafts.empty(0))
         plan.setflags(write=False)
         step = Step(
-            tuple(request_ids), _read_only(token_ids), plan[_ROWS], plan[_LENGTHS], plan[_FRESH],
+            ids, _read_only(token_ids), plan[_ROWS], plan[_LENGTHS], plan[_FRESH],
             plan[_BUDGETS], plan[_DEPTHS], plan[_PROMPTS], None if tenants is None else tuple(tenants),
             None if sampling is None else _read_only_sampling(sampling),
-            None if predictions is None else [self._verified_draft(r) for r in request_ids],
+            None if predictions is None else [self._verified_draft(r) for r in ids],
             None if predictions is None else Packed(
                 _read_only(predictions.values), _read_only(predictions.offsets)
             ),
             hidden_states, aux_hidden_states,
         )  # fmt: skip
-        return self._hand_out(request_ids, self._ask(step, asked))
+        return self._hand_out(self._ask(step, asked))
 
     def observe(
         self,
@@ -196,50 +204,34 @@ class Driver:
                 draft tokens of each were verified. ``None``: all that were handed out.
             step_seconds: how long the engine's whole step took.
         """
-        pending, answers = self._pending, accepted.tolist()
-        cuts = [sys.maxsize] * len(answers) if verified is None else verified.tolist()
-        rows, drafted, deepest = [], [], []
-        for r, a, cut in zip(request_ids, answers, cuts, strict=True):
-            row = pending.pop(r, -1)
-            if row < 0 and r not in self._prompts:
-                self._strangers.add(r)
-            if a < 0:
-                row = -1
-            nodes = min(self._nodes[row], cut)
-            rows.append(row)
-            drafted.append(nodes)
-            deepest.append(min(self._depths[row], nodes))
+        rows = self._reported(request_ids)
+        rows[accepted < 0] = -1
+        drafted = self._nodes[rows]
+        if verified is not None:
+            drafted = np.minimum(drafted, verified, dtype=np.int32)
+        deepest = np.minimum(self._depths[rows], drafted)
         if self._predictions:
-            self._verified = {r: row for r, row in zip(request_ids, rows, strict=True) if row >= 0}
-        sums = self.statistics.count(request_ids, deepest, drafted, answers)
+            self._verified = {r: row for r, row in zip(request_ids, rows.tolist(), strict=True) if row >= 0}
+        sums = self.statistics.count(request_ids, deepest, drafted, accepted)
         if self._handed.sources is None:
             self.statistics.count_source(self._sources[0], *sums)
         else:
-            self._count_sources(self._handed.sources, rows, drafted, answers, paths)
+            self._count_sources(self._handed.sources, rows, drafted, accepted, paths)
         if self._policy_learns:
             self.policy.observe(
-                Outcome(
-                    request_ids,
-                    np.array(deepest, np.int32),
-                    accepted,
-                    np.array(drafted, np.int32),
-                    step_seconds,
-                    self._propose_seconds,
-                )
+                Outcome(request_ids, deepest, accepted, drafted, step_seconds, self._propose_seconds)
             )
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests are over, though a new one may bear the name: for engines that say so."""
         for r in request_ids:
-            self._prompts.pop(r, None)
             self._strangers.discard(r)
-            self._pending.pop(r, None)
             self._end(r)
 
     @property
     def requests_held(self) -> int:
         """How many requests the proposer holds state for, those that it is yet to forget included."""
-        return len(self._seen.keys() | self._stale)
+        return len(self._held() | self._stale)
 
     def gauges(self) -> dict[str, float]:
         """What the proposer says of the state that it holds (:meth:`Proposer.gauges`); empty where it
@@ -255,47 +247,54 @@ class Driver:
     def _gauges(self) -> dict[str, float]:
         return {str(name): float(value) for name, value in self.proposer.gauges().items()}
 
-    def _begin(
-        self,
-        request_ids: Sequence[str],
-        lengths: IntArray,
-        prompt_lengths: IntArray | None,
-        alive: Collection[str],
-    ) -> list[int]:
-        """Bring the set of running requests up to date; returns the prompt length of each."""
-        before = self._prompts
-        if prompt_lengths is not None:
-            now = dict(zip(request_ids, prompt_lengths.tolist(), strict=True))
-        else:
-            now = {
-                r: min(before.get(r, length), length)
-                for r, length in zip(request_ids, lengths.tolist(), strict=True)
-            }
-        prompts = list(now.values())
-        self._prompts = now
-        gone = before.keys() - now.keys()
-        if self._strangers:
-            gone |= self._strangers - now.keys()
-            self._strangers.clear()
+    def _begin(self, ids: tuple[str, ...], alive: Collection[str]) -> None:
+        """Bring the running requests up to date; most steps have those of the step before."""
+        before = self._places
+        if ids == self._ids and len(ids) == len(before) and not self._strangers:
+            return
+        now = dict(zip(ids, range(len(ids)), strict=True))
+        gone = (before.keys() | self._strangers) - now.keys()
+        self._strangers.clear()
         for r in gone:
             if r not in alive:
                 self._end(r)
             elif r in before:
-                now[r] = before[r]
-        return prompts
+                now[r] = len(now)
+        kept = np.array([*(before.get(r, -1) for r in now), -1])
+        self._prompts, self._seen = self._prompts[kept], self._seen[kept]
+        self._ids, self._places = ids, now
 
     def _end(self, request_id: str) -> None:
-        if self._seen.pop(request_id, None) is not None:
-            self._stale.add(request_id)
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            self._ids = ()
+            if self._seen[place] >= 0:
+                self._stale.add(request_id)
         self.statistics.finish(request_id)
         self.policy.finish(request_id)
+
+    def _held(self) -> set[str]:
+        """The running requests that the proposer holds state for."""
+        return {r for r, place in self._places.items() if self._seen[place] >= 0}
+
+    def _reported(self, request_ids: Sequence[str]) -> npt.NDArray[np.intp]:
+        """Rows of the drafts that requests report of, each once; -1 for none."""
+        if tuple(request_ids) == self._ids:
+            rows = np.arange(len(request_ids))
+        else:
+            rows = np.array([self._places.get(r, -1) for r in request_ids], np.intp)
+            self._strangers.update(compress(request_ids, rows < 0))
+        pending = self._pending[rows]
+        self._pending[rows] = False
+        rows[~pending] = -1
+        return rows
 
     def _count_sources(
         self,
         sources: IntArray,
-        rows: list[int],
-        drafted: list[int],
-        accepted: list[int],
+        rows: npt.NDArray[np.intp],
+        drafted: IntArray,
+        accepted: IntArray,
         paths: IntArray | None,
     ) -> None:
         if paths is None:
@@ -353,7 +352,7 @@ class Driver:
             self._fault(*failure)
             return Drafts.empty(n)
 
-        self._seen.update(zip(step.request_ids, step.lengths.tolist(), strict=True))
+        self._seen[:n] = step.lengths
         for _, fault in faults:
             self.statistics.faults[fault] += 1
         bad = [fault for _, fault in faults if fault is not Fault.OVER_BUDGET]
@@ -391,8 +390,8 @@ class Driver:
 
     def _forget(self, step: Step, stale: set[str]) -> None:
         """Have the proposer forget every request: its state can be anything now."""
-        self._stale = stale | set(step.request_ids) | self._seen.keys()
-        self._seen = {}
+        self._stale = stale | set(step.request_ids) | self._held()
+        self._seen[:] = -1
 
     def _fault(self, fault: Fault, what: str, error: BaseException | None = None) -> None:
         self.statistics.faults[fault] += 1
@@ -405,13 +404,16 @@ class Driver:
             self.statistics.rests += 1
             self._warn("rest", f"keeps failing and rests for {rest:g} s")
 
-    def _hand_out(self, request_ids: Sequence[str], drafts: Drafts) -> Drafts:
+    def _hand_out(self, drafts: Drafts) -> Drafts:
+        n = len(drafts)
         self._handed, self._verified = drafts, {}
-        self._pending = dict(zip(request_ids, range(len(drafts)), strict=True))
-        self._nodes = self._depths = [*drafts.counts.tolist(), 0]
+        self._pending = np.zeros(len(self._places) + 1, np.bool_)
+        self._pending[:n] = True
+        self._nodes = self._depths = np.zeros(n + 1, np.int32)
+        self._nodes[:n] = drafts.counts
         if drafts.parents is not None:
-            deepest = node_depths(drafts.parents, drafts.counts).max(1, initial=0)
-            self._depths = [*deepest.tolist(), 0]
+            self._depths = np.zeros(n + 1, np.int32)
+            self._depths[:n] = node_depths(drafts.parents, drafts.counts).max(1, initial=0)
         return drafts
 
     def _warn(self, kind: str, what: str, error: BaseException | None = None) -> None:
@@ -436,6 +438,7 @@ def _read_only_sampling(s: Sampling) -> Sampling:
     return Sampling(_read_only(s.temperature), _read_only(s.top_k), _read_only(s.top_p), _read_only(s.min_p))
 
 
+_LONGEST = 2**31 - 1
 # A step in numbers: what each row of the plan holds of every request.
 _BUDGETS, _DEPTHS, _FRESH, _PROMPTS, _LENGTHS, _ROWS, _LIMITS = range(7)
 _SEEN = _FRESH  # before it is clamped
@@ -496,6 +499,7 @@ def _compile() -> None:
     one, tokens, parents = np.ones(1, np.int32), np.zeros((1, 1), np.int32), np.full((1, 1), -1, np.int32)
     plan = np.ones((7, 1), np.int32)
     _clamp(plan, 1, 1, True)
+    Statistics(1).count(("",), one, one, one)
     _read = _read_only(plan)
     step = Step(("",), tokens, _read[0], _read[0], _read[0], _read[0], _read[0], _read[0])
     tree = Drafts(tokens, one, parents, None, tokens)

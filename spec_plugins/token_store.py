@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from spec_plugins.proposer import IntArray
 
 __all__ = ["TokenStore"]
+
+_LONGEST = 2**31 - 1
 
 
 class TokenStore:
@@ -20,7 +22,8 @@ class TokenStore:
         self.token_ids: IntArray = np.zeros((rows, capacity), np.int32)
         """``[rows, capacity]``; replaced by a larger one when it is full."""
         self._rows: dict[str, int] = {}
-        self._lengths: IntArray = np.zeros(rows, np.int32)
+        self._lengths: IntArray = np.full(rows + 1, _LONGEST, np.int32)
+        """By row, and one for row -1 at the end."""
         self._free = list(range(rows))[::-1]
 
     def __contains__(self, request_id: str) -> bool:
@@ -50,18 +53,16 @@ class TokenStore:
         self.token_ids[row, start:end] = new
         self._lengths[row] = end
 
-    def append_to(self, new: Mapping[str, Sequence[int]]) -> None:
-        """Add tokens to the ends of several known requests: one write for all, some 30 µs and 0.5 µs each."""
-        rows, starts = self.rows([*new])
-        counts = np.array([len(tokens) for tokens in new.values()], np.int32)
-        ends = starts + counts
-        most = int(ends.max(initial=0))
-        if most > self.token_ids.shape[1]:
+    def write(self, rows: IntArray, starts: IntArray, ends: IntArray, tokens: IntArray) -> None:
+        """Replace what stands from some place on, in several rows at once: some 5 µs.
+
+        Args:
+            rows: ``[n]`` int32; one of -1 is passed over, with its tokens.
+            starts, ends: ``[n]`` int32: from where, and how long a row is afterwards.
+            tokens: ``[m]`` int32: those from starts to ends, one row's after the other's.
+        """
+        while most := _write(self.token_ids, self._lengths, rows, starts, ends, tokens):
             self._grow(len(self.token_ids), max(most, 2 * self.token_ids.shape[1]))
-        flat = np.array([*itertools.chain.from_iterable(new.values())], np.int32)
-        columns = np.arange(len(flat)) + np.repeat(ends - np.cumsum(counts), counts)
-        self.token_ids[np.repeat(rows, counts), columns] = flat
-        self._lengths[rows] = ends
 
     def shorten(self, request_id: str, length: int) -> None:
         """Take back what is behind the first ``length`` tokens of a known request."""
@@ -72,6 +73,15 @@ class TokenStore:
         """Rows and lengths of known requests, ``[n]`` int32 each."""
         rows = np.array([self._rows[r] for r in request_ids], np.int32)
         return rows, self._lengths[rows]
+
+    def find(self, request_ids: Sequence[str]) -> IntArray:
+        """Rows of requests, ``[n]`` int32; -1 for unknown ones."""
+        known = self._rows.get
+        return np.array([known(r, -1) for r in request_ids], np.int32)
+
+    def lengths(self, rows: IntArray) -> IntArray:
+        """Of some rows, ``[n]`` int32; 2**31 - 1 for -1, so that an unknown request has nothing new."""
+        return self._lengths[rows]
 
     def tokens(self, request_id: str) -> IntArray:
         """A view of a request's tokens."""
@@ -91,5 +101,26 @@ class TokenStore:
         for row in self._rows.values():
             length = self._lengths[row]
             self.token_ids[row, :length] = before[row, :length]
-        self._lengths = np.concatenate([self._lengths, np.zeros(rows - len(before), np.int32)])
+        self._lengths = np.pad(self._lengths, (0, rows - len(before)), mode="edge")
         self._free = list(range(len(before), rows))[::-1] + self._free
+
+
+@numba.njit(cache=True)
+def _write(
+    token_ids: IntArray, lengths: IntArray, rows: IntArray, starts: IntArray, ends: IntArray, tokens: IntArray
+) -> int:
+    """Returns 0, or how long rows must be, and then nothing was written."""
+    most = 0
+    for i in range(len(rows)):
+        if rows[i] >= 0:
+            most = max(most, ends[i])
+    if most > token_ids.shape[1]:
+        return most
+    at = 0
+    for i in range(len(rows)):
+        if rows[i] >= 0:
+            for j in range(starts[i], ends[i]):
+                token_ids[rows[i], j] = tokens[at + j - starts[i]]
+            lengths[rows[i]] = ends[i]
+        at += max(0, ends[i] - starts[i])
+    return 0

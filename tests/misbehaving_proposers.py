@@ -362,8 +362,9 @@ class Host:
         """How much the driver keeps by request."""
         d = self.driver
         kept = {
-            "seen": d._seen, "stale": d._stale, "prompts": d._prompts, "strangers": d._strangers,
-            "pending": d._pending, "verified": d._verified, "running": self.statistics.running,
+            "seen": d._held(), "stale": d._stale, "prompts": d._places, "strangers": d._strangers,
+            "pending": [place for place in d._places.values() if d._pending[place]],
+            "verified": d._verified, "running": self.statistics.running,
         }  # fmt: skip
         return {name: len(those) for name, those in kept.items() if those}
 

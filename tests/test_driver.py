@@ -1219,6 +1219,24 @@ def test_finish_ends_a_request_whose_name_is_used_again() -> None:
     assert toy.seen[-1].fresh == [3]
 
 
+def test_what_is_known_of_requests_stays_theirs_in_any_order() -> None:
+    toy = Toy(chains(1))
+    host = Host(toy)
+    host.propose({"a": [1, 2], "b": [5, 6, 7], "c": [8]})
+    host.propose({"c": [8, 9], "a": [1, 2, 3]}, alive={"b"})
+    assert (toy.seen[-1].fresh, toy.seen[-1].prompts) == ([1, 1], [1, 2])
+    host.observe({"a": 1, "b": 1, "c": 0})  # b was not in the step
+    host.propose({"b": [5, 6, 7, 8, 9], "d": [1], "a": [1, 2, 3]}, alive={"c"})
+    assert (toy.seen[-1].fresh, toy.seen[-1].prompts) == ([2, 1, 0], [3, 1, 2])
+    host.driver.finish(["a"])
+    host.propose({"b": [5, 6, 7, 8, 9], "d": [1], "a": [1, 2, 3]})
+    assert (toy.seen[-1].fresh, toy.seen[-1].prompts) == ([0, 0, 3], [3, 1, 3])
+    assert sorted(toy.finished) == ["a", "c"]
+    figures = host.statistics
+    assert (figures.draft_tokens, figures.accepted_tokens) == (2, 1)
+    assert {r: f.drafts for r, f in figures.running.items()} == {"b": 0}
+
+
 def test_after_an_exception_requests_that_wait_are_forgotten_too() -> None:
     toy = Toy(chains(1))
     host = Host(toy)

@@ -143,3 +143,22 @@ def test_impossible_options() -> None:
         registry().create("ngram", {"min_ngram": 5, "max_ngram": 2})
     with pytest.raises(ConfigError, match=r"options.max_ngram: 99 is out of range; set it to at most 16"):
         registry().create("ngram", {"max_ngram": 99})
+
+
+def test_indexes_are_found_again_whatever_happened_between_steps() -> None:
+    proposer, texts = make(), {"a": [1, 2, 3, 1, 2], "b": [4, 5, 4]}
+    seen = dict.fromkeys(texts, 0)
+    for turn in range(200):
+        if turn % 7 == 5:
+            proposer.finish("a")
+            seen["a"] = 0
+        if turn % 11 == 9:
+            texts = dict(reversed(texts.items()))
+        if turn == 100:
+            texts["b"] = [*texts["b"], *range(3000)]  # more than its index has room for
+        drafts = proposer.propose(step(texts, seen))
+        for text, draft in zip(texts.values(), drafts, strict=True):
+            assert draft.tokens.tolist() == looked_up(text, 6, 1, 4, frequent=False)
+        seen = {r: len(text) for r, text in texts.items()}
+        texts = {r: [*text, (turn * turn + len(text)) % 5] for r, text in texts.items()}
+    assert proposer.gauges()["requests"] == 2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_plugins.statistics import KEEP_FINISHED, Statistics
+from spec_plugins.statistics import KEEP_FINISHED, RequestStatistics, Statistics
 from spec_plugins.validation import Fault
 
 POSITIONS = 5
@@ -104,7 +104,22 @@ def test_a_running_requests_figures_come_before_its_finished_ones() -> None:
     statistics.count(["a"], [1], [1], [1])
     statistics.finish("a")
     statistics.count(["a"], [0], [0], [0])
-    assert statistics.request("a") is statistics.running["a"]
+    assert statistics.request("a") == statistics.running["a"] == RequestStatistics(verify_steps=1)
+
+
+def test_requests_that_run_on_keep_their_figures_when_others_end() -> None:
+    statistics = Statistics(2)
+    for n in range(20):  # more than there were rows at first
+        statistics.count(["a", f"r{n}", "b"], [1, 1, 2], [1, 1, 2], [1, 0, n % 3])
+        statistics.finish(f"r{n}")
+        assert statistics.count([], [], [], []) == (0, 0)
+        statistics.count(["b", f"r{n - 1}"], [0, 0], [0, 0], [0, -1])
+    assert statistics.running == {
+        "a": RequestStatistics(20, 20, 20, 20),
+        "b": RequestStatistics(40, 20, 40, 19),
+    }
+    assert len(statistics.finished) == 20
+    assert all(f == RequestStatistics(1, 1, 1, 0) for f in statistics.finished.values())
 
 
 def test_a_source_without_draft_tokens_is_not_listed() -> None:

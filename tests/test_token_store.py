@@ -97,14 +97,29 @@ def test_an_unknown_request_has_no_tokens_and_no_row() -> None:
         store.rows(["a"])
 
 
-def test_several_requests_grow_at_once() -> None:
+def test_several_requests_are_written_at_once() -> None:
     store, texts = TokenStore(rows=1, capacity=2), {"a": [1], "b": [2, 3], "c": []}
     for name, text in texts.items():
         store.append(name, text)
-    for new in ({"b": [4], "a": [5, 6, 7]}, {"c": []}, {}, {"c": [8] * 9, "a": [], "b": [9, 1]}):
-        store.append_to(new)
-        for name, tokens in new.items():
-            texts[name] += tokens
+    overlaps = [0, 1]  # how many tokens before its end a text is written anew from
+    for new in ({"b": [4], "a": [5, 6, 7]}, {"c": []}, {}, {"c": [8] * 9, "a": [7], "b": [9, 1]}):
+        rows, lengths = store.rows(list(new))
+        starts = np.maximum(lengths - ints(*(overlaps * 2)[: len(new)]), 0)
+        ends = starts + ints(*map(len, new.values()))
+        store.write(rows, starts, ends, ints(*(t for tokens in new.values() for t in tokens)))
+        for (name, tokens), start in zip(new.items(), starts, strict=True):
+            texts[name] = texts[name][:start] + tokens
         assert {name: store.tokens(name).tolist() for name in texts} == texts
-    with pytest.raises(KeyError):
-        store.append_to({"d": [1]})
+
+
+def test_a_row_of_none_is_passed_over() -> None:
+    store = TokenStore(rows=2, capacity=4)
+    store.append("a", [1, 2])
+    store.append("b", [3])
+    rows = store.find(["a", "x", "b"])
+    assert rows.tolist() == [*store.rows(["a"])[0], -1, *store.rows(["b"])[0]]
+    assert store.lengths(rows).tolist() == [2, 2**31 - 1, 1]
+    store.write(ints(rows[0], -1, -1, rows[2]), ints(2, 0, 5, 1), ints(3, 2, 3, 2), ints(4, 9, 9, 5))
+    assert (store.tokens("a").tolist(), store.tokens("b").tolist()) == ([1, 2, 4], [3, 5])
+    store.append("c", [0] * 9)  # it grows
+    assert store.lengths(store.find(["x", "c"])).tolist() == [2**31 - 1, 9]

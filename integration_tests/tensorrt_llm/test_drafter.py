@@ -26,7 +26,8 @@ from executor_stand_in import (
 )
 from toy_drafts import Garbage, Raises
 
-from spec_plugins import Draft, Proposer, Step
+from spec_plugins import Draft, Proposer, Step, statistics, token_store
+from spec_plugins.adapters.tensorrt_llm import request_state
 from spec_plugins.adapters.tensorrt_llm.request_state import RequestState
 from spec_plugins.errors import UnavailableError, UnsupportedError
 
@@ -165,13 +166,13 @@ def test_an_adapter_with_stale_text_would_be_found(
 ) -> None:
     take_in = RequestState._take_in
 
-    def stale(self: RequestState, name: str, request: Any) -> int | None:
+    def stale(self: RequestState, ids: Any, requests: Any) -> Any:
         """Forgets to take in what came while nothing was drafted."""
-        known = self._requests.get(name)
-        if known is not None and not known.draft:
-            known.length, known.last = len(request.tokens), request.tokens[-1]
-            return -1
-        return take_in(self, name, request)
+        lengths = {name: self.tokens.length(name) for name in ids if not self._drafts.counts.any()}
+        found = take_in(self, ids, requests)
+        for name in lengths.keys() & self._tenants.keys():
+            self.tokens.tokens(name)[lengths[name] :] = 0
+        return found
 
     monkeypatch.setattr(RequestState, "_take_in", stale)
     config = made({"proposer": toy(Oracle), "num_speculative_tokens": K})
@@ -203,6 +204,16 @@ def test_only_new_tokens_are_read(made: Any) -> None:
     executor.run()
     # The prompt and the first token once; then each new token, and a look at the last known one.
     assert request.reads <= 401 + 50 + executor.steps + 2
+
+
+def test_a_step_compiles_nothing(made: Any, crowd: Any) -> None:
+    config = made({"proposer": "ngram", "num_speculative_tokens": K})
+    config.resource_manager.prepare_resources(None)  # makes the state
+    kernels = request_state._accept, token_store._write, statistics._count
+    before = [list(kernel.signatures) for kernel in kernels]
+    assert all(before)
+    run(config, crowd)
+    assert [list(kernel.signatures) for kernel in kernels] == before
 
 
 # ------------------------------------------------------------------------------------ the engine's classes
@@ -293,7 +304,7 @@ def test_state_is_freed_when_requests_end(made: Any, crowd: Any) -> None:
     run(config, crowd)
     state = config.drafter.worker.state
     assert state.told_of_ends
-    assert len(state.tokens) == len(state._requests) == len(state._over) == state.driver.requests_held == 0
+    assert len(state.tokens) == len(state._tenants) == len(state._over) == state.driver.requests_held == 0
 
 
 def test_ends_that_are_never_told_do_not_add_up(made: Any) -> None:
@@ -336,8 +347,12 @@ def test_lists_are_fresh(made: Any, toy: Any) -> None:
     request = RequestStandIn(1, [1, 2, 3], 50)
     batch = SimpleNamespace(generation_requests=[request], context_requests=[])
     config.drafter.prepare_draft_tokens(batch)
-    request.py_draft_tokens.extend([0] * 9)
-    assert len(config.drafter.worker.state._requests["1"].draft) == K
+    drafted = list(request.py_draft_tokens)
+    request.py_draft_tokens[:] = [VOCAB] * 9
+    request.tokens += without_drafting(request.tokens, K + 1)[-K - 1 :]
+    config.drafter.prepare_draft_tokens(batch)
+    assert request.tokens[3:-1] == drafted
+    assert config.drafter.worker.state.driver.statistics.accepted_tokens == K
 
 
 @pytest.mark.parametrize("bad", [Raises, Garbage])
@@ -366,21 +381,21 @@ def test_a_proposer_that_cannot_start_is_told_of_once(
 def test_the_adapters_own_fault_reaches_no_engine(
     made: Any, crowd: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = 0
+    texts = 0
     take_in = RequestState._take_in
 
-    def fails(self: RequestState, name: str, request: Any) -> int | None:
-        nonlocal calls
-        calls += 1
-        if calls % 50 == 0:
+    def fails(self: RequestState, ids: Any, requests: Any) -> Any:
+        nonlocal texts
+        before, texts = texts, texts + len(requests)
+        if before // 50 < texts // 50:
             raise KeyError("a bug")
-        return take_in(self, name, request)
+        return take_in(self, ids, requests)
 
     monkeypatch.setattr(RequestState, "_take_in", fails)
     with caplog.at_level(logging.ERROR):
         executor, requests = run(made({"proposer": "suffix", "num_speculative_tokens": K}), crowd)
     assert_same_as_without(executor, requests)
-    assert calls > 100
+    assert texts > 100
     assert executor.accepted > 100
     assert caplog.text.count("the TensorRT-LLM adapter failed") == 1
 
