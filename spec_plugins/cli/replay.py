@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Examples", "Generate", "MaxConversations", "MaxNewTokens", "Mode", "ModelFolder", "Specs", "Traffic",
-    "provided_by", "replay_command",
+    "Unquantised", "provided_by", "replay_command",
 ]  # fmt: skip
 
 
@@ -58,6 +58,10 @@ Examples = Annotated[
         "--examples/--no-examples",
         help="Keep a few responses with what was accepted and rejected in them; it is text of the traffic.",
     ),
+]
+Unquantised = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, help="Folder of the target before it was quantised."),
 ]
 
 
@@ -108,6 +112,7 @@ def replay_command(
     ] = None,
     examples: Examples = True,
     as_json: AsJson = False,
+    unquantised: Unquantised = None,
 ) -> None:
     """Run proposers over recorded responses, and say how much of what they draft was said.
 
@@ -119,6 +124,9 @@ def replay_command(
 
     spec-plugins replay path/to/model --traffic traffic.jsonl --engine vllm --spec
     '{"proposer": "eagle3", "num_speculative_tokens": 5, "options": {"model": "path/to/head"}}'
+
+    Heads see the target's hidden states, by transformers. Of a quantised target that it cannot load,
+    `--unquantised` says whose states they may see instead.
     """
     require("transformers", "transformers")
     from rich.text import Text
@@ -136,7 +144,7 @@ def replay_command(
         show_warning(fault)
     provides = provided_by(engine)
     chosen = configs(spec or ())
-    target = ReplayTarget.open(model, dtype.value, device)
+    target = ReplayTarget.open(model, dtype.value, device, unquantised)
     target.max_model_len = min(target.max_model_len, max_model_len or target.max_model_len)
     file = TrafficFile(traffic)
     doing = [f"reading {traffic.name}"]
@@ -170,6 +178,11 @@ def replay_command(
             console().print(
                 f"{name}: {result.exact}", *result.notes, sep="\n  ", markup=False, soft_wrap=True
             )
+    if target.stood_in:
+        show_warning(
+            f"transformers cannot load {model.name!r}: heads saw the hidden states of "
+            f"{target.stand_in!r}, which is not quantised; the quantised target's own may accept otherwise"
+        )
     for path in replay_report.write(figures, out) if out is not None else ():
         console(stderr=True).print(f"wrote {path}", markup=False, soft_wrap=True)
 
@@ -200,10 +213,17 @@ def _conversations(
     if generate is None:
         return recorded_conversations(file, tokenizer, longest, most, seed)
     from spec_plugins.adapters.transformers import Engine, SamplingParams
+    from spec_plugins.errors import ConfigError
 
     def ask(prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
         doing[0] = f"answering {len(prompts)} prompts"
-        answers = Engine(target.model).generate(prompts, SamplingParams(max_new_tokens=max_new_tokens))
+        model = target.model
+        if target.stood_in:
+            raise ConfigError(
+                f"--generate: transformers cannot load {target.folder!r}, and what another target says is "
+                "not what it says; have it answer by `spec-plugins evaluate --engine vllm --generate N`"
+            )
+        answers = Engine(model).generate(prompts, SamplingParams(max_new_tokens=max_new_tokens))
         return [(a.token_ids, a.finish_reason) for a in answers]
 
     return answer(file, tokenizer, ask, generate, longest, max_new_tokens, seed)
@@ -267,6 +287,7 @@ def _about(
         "engine": engine,
         "processor": processor(),
         "device": target.device,
+        "states_of": Path(target.stand_in).name if target.stood_in and target.stand_in else None,
         "seed": seed,
         "spec_plugins": __version__,
     }

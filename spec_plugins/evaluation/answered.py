@@ -2,23 +2,126 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from spec_plugins.errors import ConfigError
+from spec_plugins.errors import ConfigError, UnavailableError, UnsupportedError
+from spec_plugins.launch import installed_version
+from spec_plugins.support import ENGINES
 from spec_plugins.traffic.conversations import Conversation, asked_tokens, conversations
 from spec_plugins.traffic.reading import TrafficFile
 from spec_plugins.traffic.record import Record
 from spec_plugins.traffic.sampling import sample
 
-__all__ = ["Answer", "answer", "answer_records", "recorded_conversations", "write_answered"]
+if TYPE_CHECKING:
+    from spec_plugins.config import Config
+    from spec_plugins.evaluation.server_process import ServerProcess
+
+__all__ = [
+    "Answer", "Server", "answer", "answer_records", "answering", "recorded_conversations", "write_answered",
+]  # fmt: skip
+
+AT_ONCE = 16
+"""Prompts that a server is asked at a time."""
 
 Answer = Callable[[Sequence[list[int]]], Sequence[tuple[list[int], str]]]
 """Prompts of token ids to what the model says to each: its token ids, and ``stop`` or ``length``."""
+
+
+class Server(Protocol):
+    """The module ``server`` of an adapter."""
+
+    def server(
+        self, model: str, config: Config | None, dtype: str, arguments: Sequence[str], /
+    ) -> ServerProcess:
+        """See :meth:`spec_plugins.evaluation.load.LoadRunner.server`."""
+
+    def complete(
+        self, running: ServerProcess, prompts: Sequence[Sequence[int]], tokens: int, ignore_eos: bool
+    ) -> list[tuple[list[int], str]]:
+        """Answer prompts of token ids greedily, all at once.
+
+        Args:
+            tokens: of an answer, at most.
+            ignore_eos: go on past any end, to exactly so many.
+
+        Returns:
+            For each its token ids, the end token included, and the engine's word for how it ended.
+
+        Raises:
+            SpecPluginsError: the request failed; with the end of the server's log.
+        """
+
+
+@contextmanager
+def answering(
+    engine: str,
+    model: str,
+    dtype: str,
+    arguments: Sequence[str],
+    max_tokens: int,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Iterator[tuple[Answer, int]]:
+    """An engine's own server without speculation, up for the time of a ``with``: so the target as it is
+    served, quantised or not.
+
+    Args:
+        engine: a key of :data:`spec_plugins.support.ENGINES`.
+        model: folder.
+        arguments: the user's own, for the engine.
+        max_tokens: of an answer.
+        tell: told what goes on.
+
+    Returns:
+        What asks it, and the longest context that it takes.
+
+    Raises:
+        UnsupportedError: this version starts no server of that engine.
+        UnavailableError: the engine is not installed.
+        SpecPluginsError: it does not start, fails a request, or gives one up; with the end of its log.
+    """
+    adapter, title = _server_of(engine), ENGINES[engine].title
+    tell(f"starting {title}")
+    with adapter.server(model, None, dtype, arguments) as running:
+        longest = int(json.loads(running.get("/v1/models")[1])["data"][0]["max_model_len"])
+
+        def one(prompt: list[int]) -> tuple[list[int], str]:
+            room = min(max_tokens, longest - len(prompt) - 1)  # engines refuse a request for more
+            ((said, ended),) = adapter.complete(running, [prompt], room, False)
+            if ended not in ("stop", "length"):
+                raise running.failure(f"gave up a request ({ended})")
+            return said, ended
+
+        def ask(prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+            found = []
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                for answered in pool.map(one, prompts):
+                    found.append(answered)
+                    tell(f"{title} has answered {len(found)} of {len(prompts)} prompts")
+            return found
+
+        yield ask, longest
+
+
+def _server_of(engine: str) -> Server:
+    about = ENGINES[engine]
+    if installed_version(engine) is None:
+        raise UnavailableError(f"{about.title} is not installed here, and is to answer prompts; install it")
+    try:
+        module: Any = importlib.import_module(f"spec_plugins.adapters.{about.package}.server")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("spec_plugins."):
+            raise
+        raise UnsupportedError(f"this version starts no server of {about.title}") from error
+    found: Server = module
+    return found
 
 
 def recorded_conversations(
@@ -125,4 +228,6 @@ def write_answered(found: Sequence[Conversation], path: Path) -> None:
                 "max_tokens": c.record.max_tokens,
                 "tags": list(c.record.tags),
             }
+            if c.record.tenant:
+                line["cache_salt"] = c.record.tenant
             file.write(json.dumps(line) + "\n")

@@ -52,7 +52,8 @@ def run(
 ) -> dict[str, Any]:
     """Compare on HumanEval and MT-bench prompts for some minutes; print, write and return the result.
 
-    In float32, so that greedy output must be identical to plain decoding.
+    In float32, so that greedy output must be identical to plain decoding. ``prompts.jsonl`` in ``out`` has
+    prompts of HumanEval, MT-bench and agents as a traffic file, for ``spec-plugins evaluate``.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -82,6 +83,6 @@ def run(
     about = {"model": model.name, "engine": engine, "dtype": "float32", "max_new_tokens": MAX_NEW_TOKENS}
     figures = report.as_json(results, {**about, **machine()})
     Console().print(report.table(figures))
-    for path in report.write(figures, out):
+    for path in [*report.write(figures, out), prompts.write_traffic(data, out / "prompts.jsonl")]:
         console.print(f"wrote {path}")
     return figures

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from spec_plugins.errors import ConfigError
 
-__all__ = ["TaggedPrompt", "agent_replays", "humaneval", "interleaved", "mtbench"]
+__all__ = ["TaggedPrompt", "agent_replays", "humaneval", "interleaved", "mtbench", "write_traffic"]
+
+_AGENT_LETTERS = 6000
+"""Of an agent's conversation in a traffic file, at most: some 1,500 tokens, seconds on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +89,27 @@ def agent_replays(folder: Path) -> list[TaggedPrompt]:
 def interleaved(*sets: list[TaggedPrompt]) -> list[TaggedPrompt]:
     """One of each in turn, so that any beginning is a fair mix; as long as the shortest allows."""
     return [prompt for group in zip(*sets, strict=False) for prompt in group]
+
+
+def write_traffic(folder: Path, out: Path, each: int = 24) -> Path:
+    """Write HumanEval, MT-bench and short agent replays as a traffic file without responses, ``out``.
+
+    Up to so many of each, in turn.
+
+    Raises:
+        ConfigError: a file of prompts cannot be read, or ``out`` not be written.
+    """
+    agents = [
+        p for p in agent_replays(folder)
+        if p.messages[-1]["role"] != "assistant"
+        and sum(len(m["content"]) for m in p.messages) <= _AGENT_LETTERS
+    ]  # fmt: skip
+    sets = [humaneval(folder), mtbench(folder), agents]
+    mixed = [prompts[i] for i in range(each) for prompts in sets if i < len(prompts)]
+    lines = [json.dumps({"messages": list(p.messages), "tags": [p.tag]}) + "\n" for p in mixed]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from error
+    return out

@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_plugins.errors import ConfigError, SpecPluginsError
 from spec_plugins.evaluation import recommendation_reasons as reasons
-from spec_plugins.evaluation.candidates import Candidate, Replays
+from spec_plugins.evaluation.candidates import Replays
 from spec_plugins.evaluation.effort import EFFORTS
 from spec_plugins.evaluation.recommended import (
     CANNOT_TELL,
@@ -30,7 +30,7 @@ from spec_plugins.evaluation.recommended import (
     Started,
     Verdict,
 )
-from spec_plugins.evaluation.speed_up import SpeedUps, StepsAt, grid
+from spec_plugins.evaluation.speed_up import SpeedUps, StepsAt, grid, one_for_all
 from spec_plugins.evaluation.step_times import StepTimes
 from spec_plugins.proposer import Need
 from spec_plugins.support import ENGINES
@@ -350,30 +350,10 @@ def _from(stopped: Sequence[tuple[int, bool]]) -> int | None:
 
 
 def _overall(replays: Replays, tenths: Sequence[StepsAt], engine: str) -> Overall | None:
-    """Each configuration over the traffic's own concurrencies: the time that the same work takes.
-
-    Errors are taken to be shared by all concurrencies, which makes intervals rather too wide.
-    """
-    by_key: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    configs: dict[tuple[str, int], Candidate] = {}
-    for steps in tenths:
-        for i, place in enumerate(steps.which):
-            candidate = replays.candidates[place]
-            key = candidate.method, candidate.draft_tokens
-            configs[key] = candidate
-            value = math.exp(steps.log_speed_up[i])
-            by_key.setdefault(key, []).append((value, float(steps.low[i]), float(steps.high[i])))
-    best: dict[str, tuple[Candidate, Interval]] = {}
-    for key, told in by_key.items():
-        if len(told) < len(tenths):
-            continue  # not calibrated at some of them
-        value, low, high = (float(1 / np.mean(1 / np.array(column))) for column in zip(*told, strict=True))
-        method = key[0]
-        if method not in best or best[method][1].value < value:
-            best[method] = configs[key], Interval.of(value, low, high)
-    if not best:
+    """One configuration for all of the traffic's own concurrencies."""
+    lines = [(one.candidate, one.whole) for one in one_for_all(replays, tenths)]
+    if not lines:
         return None
-    lines = sorted(best.values(), key=lambda pair: -pair[1].value)
     sure = [(c, s) for c, s in lines if s.low is not None and s.low > 1 and s.value > SAME]
     open_ = [s for _, s in lines if s.value > 1 and (s.low is None or s.low <= 1) and not _settled(s)]
     choice = sure[0][0].method if sure else CANNOT_TELL if open_ else NONE

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "crossings", "markdown", "overall", "pasted", "rests_on", "table", "title", "verdict", "write",
-    "write_texts",
+    "crossings", "markdown", "markdown_table", "overall", "pasted", "rests_on", "table", "title", "verdict",
+    "write", "write_texts",
 ]  # fmt: skip
 
 COLUMNS = ("method", "draft tokens", "speed-up", "tokens/s", "tokens a step", "verdict", "takes")
@@ -143,7 +143,7 @@ def markdown(found: Recommendation) -> str:
         lines += _fenced(found.overall.started, found)
     for at in found.at:
         how = ", ".join(dict.fromkeys(o.step_times for o in at.options))
-        lines += [f"## {title(at)}", "", *_table(COLUMNS, [_row(o) for o in at.options]), ""]
+        lines += [f"## {title(at)}", "", *markdown_table(COLUMNS, [_row(o) for o in at.options]), ""]
         lines += [NOTE.format(how=how), "", *(f"- {reason}" for reason in at.reasons), ""]
         if at.started is not None:
             lines += _fenced(at.started, found)
@@ -173,7 +173,7 @@ def rests_on(found: Recommendation) -> str:
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     head = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     return head + ["| " + " | ".join(row) + " |" for row in rows]
 

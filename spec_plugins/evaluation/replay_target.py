@@ -45,9 +45,17 @@ class ReplayTarget:
     eos_token_ids: tuple[int, ...] = ()
     loaded: Any = field(default=None, repr=False)
     """A causal language model of transformers, where one is at hand already."""
+    stand_in: str | None = None
+    """Folder of the same model's weights before quantising, for where transformers cannot load its own."""
+    stood_in: bool = field(default=False, repr=False)
+    """Whether the model that was loaded is that one."""
+    quantised_by: str | None = None
+    """The method that its configuration names."""
 
     @classmethod
-    def open(cls, folder: str | Path, dtype: str = "auto", device: str = "cpu") -> ReplayTarget:
+    def open(
+        cls, folder: str | Path, dtype: str = "auto", device: str = "cpu", stand_in: str | Path | None = None
+    ) -> ReplayTarget:
         """Read a model's configuration.
 
         Raises:
@@ -60,6 +68,8 @@ class ReplayTarget:
             config = whole.get_text_config()
             given = str(getattr(whole, "dtype", None) or "float32").removeprefix("torch.")
             eos = config.eos_token_id
+            quantised: Any = getattr(whole, "quantization_config", None)
+            by = quantised.get("quant_method") if isinstance(quantised, dict) else None
             return cls(
                 int(config.vocab_size),
                 int(getattr(config, "max_position_embeddings", None) or 1 << 20),
@@ -69,6 +79,8 @@ class ReplayTarget:
                 int(config.hidden_size),
                 int(config.num_hidden_layers),
                 () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+                stand_in=None if stand_in is None else str(stand_in),
+                quantised_by=None if by is None else str(by),
             )
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise ConfigError(f"model: {str(folder)!r} cannot be used: {error}") from error
@@ -87,19 +99,39 @@ class ReplayTarget:
         """The model, loaded at its first use.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: it cannot be; of a quantised one it says what to do instead.
         """
         if self.loaded is not None:
             return self.loaded
         if self.folder is None:
             raise ConfigError("model: the proposer needs the target's weights; open a folder that has them")
+        try:
+            return self._load(self.folder)
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            if self.quantised_by is None:
+                raise ConfigError(f"model: {self.folder!r} cannot be loaded: {reason}") from error
+            if self.stand_in is None:
+                raise ConfigError(
+                    f"model: {self.folder!r} is quantised by {self.quantised_by}, which transformers cannot "
+                    f"load here ({reason}); replay heads with --unquantised and the folder of the weights "
+                    "before quantising, or leave them out, and have prompts answered by the engine that "
+                    "serves it: `spec-plugins evaluate --engine vllm --generate N`"
+                ) from error
+        try:
+            model = self._load(self.stand_in)
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise ConfigError(f"--unquantised: {self.stand_in!r} cannot be loaded: {error}") from error
+        self.stood_in = True
+        return model
+
+    def _load(self, folder: str) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
 
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.dtype))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: {self.folder!r} cannot be loaded: {error}") from error
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.dtype))
+        if folder == self.folder and self.quantised_by and getattr(model, "hf_quantizer", None) is None:
+            raise ValueError("it does not know that method, and would take its numbers for weights")
         return model.to(self.device).eval()
 
     def describe(

@@ -22,10 +22,11 @@ import numpy.typing as npt
 from spec_plugins.errors import ConfigError, UnsupportedError
 from spec_plugins.evaluation.candidates import Candidate, Replays
 from spec_plugins.evaluation.intervals import REQUESTS_AT_LEAST, accelerated, resampled
+from spec_plugins.evaluation.recommended import Interval
 from spec_plugins.evaluation.step_times import Estimate, StepTimes
 from spec_plugins.support import is_padded
 
-__all__ = ["SpeedUps", "Steps", "StepsAt"]
+__all__ = ["OneForAll", "SpeedUps", "Steps", "StepsAt", "grid", "one_for_all"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -240,6 +241,43 @@ def _figures(steps: Steps, candidate: Candidate, sums: Floats) -> list[Any]:
 def _both(steps: Steps, candidate: Candidate, sums: Floats) -> Floats:
     """Log speed-up and tokens a step, ``[draws, 2]``."""
     return np.stack(_figures(steps, candidate, sums)[:2], -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneForAll:
+    """A method with one draft length at several concurrencies."""
+
+    candidate: Candidate
+    at: list[Interval]
+    """Its speed-up at each."""
+    whole: Interval
+    """Over all of them, for the same time in each without it."""
+
+
+def one_for_all(replays: Replays, found: Sequence[StepsAt]) -> list[OneForAll]:
+    """Of each method the draft length that is best over all concurrencies, best first; O(candidates).
+
+    Errors are taken to be shared by all concurrencies, which makes intervals rather too wide. Draft lengths
+    that were not calibrated at one of them are left out.
+    """
+    told: dict[tuple[str, int], list[Interval]] = {}
+    candidates: dict[tuple[str, int], Candidate] = {}
+    for steps in found:
+        for i, place in enumerate(steps.which):
+            candidate = replays.candidates[place]
+            key = candidate.method, candidate.draft_tokens
+            candidates[key] = candidate
+            ends = float(steps.low[i]), float(steps.high[i])
+            told.setdefault(key, []).append(Interval.of(math.exp(steps.log_speed_up[i]), *ends))
+    best: dict[str, OneForAll] = {}
+    for key, at in told.items():
+        if len(at) < len(found):
+            continue
+        rows = [(s.value, *(math.nan if e is None else e for e in (s.low, s.high))) for s in at]
+        whole = Interval.of(*(float(1 / np.mean(1 / np.array(end))) for end in zip(*rows, strict=True)))
+        if key[0] not in best or best[key[0]].whole.value < whole.value:
+            best[key[0]] = OneForAll(candidates[key], at, whole)
+    return sorted(best.values(), key=lambda one: -one.whole.value)
 
 
 def grid(largest: int, asked: Sequence[int]) -> list[int]:
