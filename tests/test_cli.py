@@ -26,7 +26,7 @@ from spec_plugins.registry import Registration, registry
 
 COMMANDS = (
     "list", "explain", "args", "serve", "build", "schema", "inspect", "convert", "generate", "train",
-    "evaluate", "calibrate", "replay", "recommend", "baseline", "doctor", "demo",
+    "evaluate", "calibrate", "replay", "recommend", "confirm", "baseline", "doctor", "demo",
 )  # fmt: skip
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -16,8 +16,9 @@ from spec_plugins.errors import ConfigError
 from spec_plugins.evaluation.effort import Effort, effort_of
 from spec_plugins.evaluation.recommended import Interval
 from spec_plugins.evaluation.replay_examples import Example
+from spec_plugins.support import ENGINES
 
-__all__ = ["Candidate", "Replays", "gather", "read_replays"]
+__all__ = ["Candidate", "Replays", "as_replayed", "gather", "read_replays"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -90,6 +91,13 @@ class Replays:
             if other is None or away < abs(math.log(self.candidates[other].concurrency / concurrency)):
                 nearest[key] = i
         return sorted(nearest.values())
+
+
+def as_replayed(config: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Fields that start an engine with what was replayed: this project's proposer, also where the engine's
+    own would go first."""
+    own = engine in ENGINES and config["proposer"] in ENGINES[engine].own_first
+    return {**config, "route": "plugin"} if own else dict(config)
 
 
 def read_replays(paths: Sequence[Path]) -> Replays:

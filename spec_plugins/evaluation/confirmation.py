@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from spec_plugins.config import Config, load_config
 from spec_plugins.errors import ConfigError
-from spec_plugins.evaluation.candidates import Replays
+from spec_plugins.evaluation.candidates import Replays, as_replayed
 from spec_plugins.evaluation.confirmed import Confirmation, Confirmed, Point, Quantiles
 from spec_plugins.evaluation.intervals import REQUESTS_AT_LEAST as ENOUGH_FOR_AN_INTERVAL
 from spec_plugins.evaluation.intervals import accelerated, ratio_intervals, resampled
@@ -90,7 +90,11 @@ def confirm(
     found = [speed_ups.at(c) for c in asked.concurrencies]
     chosen = finalists(replays, found, asked)
     planned, notes = loads(conversations, tokenizer, asked)
-    configs: list[Config | None] = [None, *(_served(one, engine) for one in chosen), None]
+    configs: list[Config | None] = [
+        None,
+        *(load_config(as_replayed(one.candidate.config, engine)) for one in chosen),
+        None,
+    ]
     names = [NONE, *(one.candidate.method for one in chosen), NONE]
     served: list[list[Served]] = []
     for turn, (name, config) in enumerate(zip(names, configs, strict=True)):
@@ -203,14 +207,6 @@ def _arrivals(arrived: Sequence[float]) -> tuple[float, float]:
     gaps = np.diff(np.array(arrived))
     mean, spread = float(gaps.mean()), float(gaps.std())
     return 1 / mean, float(np.clip((mean / spread) ** 2 if spread > 0 else 100.0, 0.05, 100.0))
-
-
-def _served(one: OneForAll, engine: str) -> Config:
-    """What was replayed is this project's proposer, also where the engine's own would go first."""
-    fields = dict(one.candidate.config)
-    if fields["proposer"] in ENGINES[engine].own_first:
-        fields["route"] = "plugin"
-    return load_config(fields)
 
 
 def _words(load: Load) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_plugins.errors import ConfigError, SpecPluginsError
 from spec_plugins.evaluation import recommendation_reasons as reasons
-from spec_plugins.evaluation.candidates import Replays
+from spec_plugins.evaluation.candidates import Replays, as_replayed
 from spec_plugins.evaluation.effort import EFFORTS
 from spec_plugins.evaluation.recommended import (
     CANNOT_TELL,
@@ -296,9 +296,7 @@ def _started(config: Mapping[str, Any] | None, engine: str) -> Started | None:
     from spec_plugins.launch import prepare
     from spec_plugins.support import has_flags
 
-    # What was replayed is this project's proposer, also where the engine's own would go first.
-    if engine in ENGINES and config["proposer"] in ENGINES[engine].own_first:
-        config = {**config, "route": "plugin"}
+    config = as_replayed(config, engine)
     if engine not in ENGINES or not has_flags(engine):
         return Started(config=config)
     try:
