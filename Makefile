@@ -24,7 +24,7 @@ TENSORRT_EDGELLM ?= tensorrt-edgellm==0.11.0
 # For `make demo`: which engine, for about how long it compares, and how many prompts it evaluates on.
 ENGINE ?= transformers
 MINUTES ?= 3
-PROMPTS ?= 40
+PROMPTS ?= 24
 # What `make demo` evaluates: what needs no model, and a head that was trained for this one.
 DEMO_SPECS = --spec ngram --spec suffix --spec '{"proposer": "eagle3", "num_speculative_tokens": 3, \
 	"options": {"model": "examples/smollm2_heads/eagle3"}}'
@@ -123,7 +123,7 @@ data: setup ## fetch prompts and recorded conversations (5 MB)
 	$(call title,data)
 	@"$(BIN)/python" scripts/fetch.py data --cache "$(CACHE)"
 
-demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transformers MINUTES=3 PROMPTS=40
+demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transformers MINUTES=3 PROMPTS=24
 	$(call title,proposers and plain decoding of the same prompts)
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" demo --engine $(ENGINE) --minutes $(MINUTES) \
 		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out $(ARGS)
