@@ -129,7 +129,7 @@ demo: environment-$(ENGINE_ENVIRONMENT) model data ## see it work: ENGINE=transf
 		--model "$(MODEL_DIR)" --data "$(DATA_DIR)" --out demo-out $(ARGS)
 	$(call title,which of them pays)
 	@"$(VENVS)/$(ENGINE_ENVIRONMENT)/bin/spec-plugins" evaluate "$(MODEL_DIR)" --engine $(ENGINE) --report demo-out \
-		--traffic demo-out/prompts.jsonl --generate $(PROMPTS) --max-new-tokens 64 --concurrency 1,4,16 --steps 12 \
+		--traffic demo-out/prompts.jsonl --generate $(PROMPTS) --max-new-tokens 64 --concurrency 1,4,8 --steps 8 \
 		--dtype float32 $(DEMO_SPECS) $(DEMO_FLAGS_$(ENGINE))
 
 # The longest first: engines spend most of their tests starting, in one thread, and installing, in none.
